@@ -1,0 +1,118 @@
+"""Linear maps over plain and quantised weights, each saying which kernel runs it.
+
+Kernels are chosen by what the machine has, not by trial, so a run is repeatable:
+
+- W8A8 on a CPU with AVX-512 VNNI: `torch._int_mm`, integer products and sums.
+  Elsewhere torch runs a reference loop for it (5 to 20 times slower than a float GEMM), so
+  the same whole numbers go through a float32 GEMM instead. Products are exact; a sum is exact up to
+  2^24 and rounded beyond, 2 * 10^-7 relative.
+- W8A16 with few tokens on a CPU: `torch._weight_int8pack_mm`, which streams the INT8 bytes. With
+  many tokens it falls off (it has no blocking), so the values are widened and a GEMM runs; INT8 and
+  bf16 represent the whole numbers exactly, scales go on the output.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from quant.int8 import Int8Weight, quantise_tokens
+
+PACKED_MAX_TOKENS = 16
+"""Up to here the packed W8A16 kernel beats widening, on AVX2 and AVX-512 alike."""
+
+
+def has_vnni() -> bool:
+    """The CPU multiplies INT8 in hardware."""
+    return bool(torch.cpu._is_vnni_supported())
+
+
+def has_bf16_gemm() -> bool:
+    """bf16 products run in hardware; elsewhere torch converts and float32 is faster."""
+    return bool(torch.cpu._is_avx512_bf16_supported()) or torch.cuda.is_available()
+
+
+class Linear(Protocol):
+    """y = x W^T + b for x [N, in]."""
+
+    kernel: str
+    """What runs, for passports and tables."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything stored for it."""
+        ...
+
+
+class DenseLinear:
+    """Unquantised weights in the compute dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+        self.kernel = f"F.linear {str(weight.dtype).removeprefix('torch.')}"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self._weight, self._bias) if t is not None]
+
+
+class Int8WeightOnlyLinear:
+    """W8A16."""
+
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
+        assert weight.scales.dtype == torch.bfloat16, "W8A16 scales are bf16 by format"
+        self._weight, self._bias = weight, bias
+        self._wide_dtype = torch.bfloat16 if has_bf16_gemm() else torch.float32
+        wide = str(self._wide_dtype).removeprefix("torch.")
+        self._packed = weight.values.device.type == "cpu"
+        self.kernel = f"widened int8 -> {wide} GEMM"
+        if self._packed:
+            self.kernel = (
+                f"torch._weight_int8pack_mm up to {PACKED_MAX_TOKENS} tokens, else {self.kernel}"
+            )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = self._weight.values, self._weight.scales
+        if self._packed and x.shape[0] <= PACKED_MAX_TOKENS:
+            y = torch._weight_int8pack_mm(x.bfloat16(), values, scales).to(x.dtype)
+        else:
+            wide = x.bfloat16().to(self._wide_dtype)
+            y = (F.linear(wide, values.to(self._wide_dtype)) * scales.to(wide.dtype)).to(x.dtype)
+        return y if self._bias is None else y + self._bias
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [
+            t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None
+        ]
+
+
+class Int8DynamicLinear:
+    """W8A8 with per-token activation scales."""
+
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
+        assert weight.scales.dtype == torch.float32, "W8A8 scales are float32 by format"
+        self._weight, self._bias = weight, bias
+        self._integer = weight.values.device.type == "cpu" and has_vnni()
+        self.kernel = (
+            "torch._int_mm"
+            if self._integer
+            else "float32 GEMM over int8 values (no VNNI here)"
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, token_scales = quantise_tokens(x.float())  # [N, in], [N]
+        values = self._weight.values
+        if self._integer:
+            sums = torch._int_mm(tokens.to(torch.int8), values.t()).float()  # [N, out]
+        else:
+            sums = F.linear(tokens, values.float())
+        y = (sums * token_scales[:, None] * self._weight.scales).to(x.dtype)
+        return y if self._bias is None else y + self._bias
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [
+            t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None
+        ]

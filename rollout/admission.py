@@ -1,0 +1,31 @@
+"""Whether a request can be served at all; asked before it costs anything."""
+
+from rollout.errors import InvalidRequest
+from rollout.request import RolloutRequest
+
+
+def check_request(
+    request: RolloutRequest, *, vocab_size: int, context_len: int, can_decode: bool
+) -> None:
+    """Raises InvalidRequest with what was got, what is expected and what to do."""
+    prompt_len = len(request.prompt_ids)
+    if not prompt_len:
+        raise InvalidRequest(
+            f"request {request.id}: empty prompt; give at least one token id (none is added for you)"
+        )
+    if prompt_len >= context_len:
+        raise InvalidRequest(
+            f"request {request.id}: prompt of {prompt_len} tokens leaves no room in a context of "
+            f"{context_len}; shorten the prompt or raise context_len"
+        )
+    named = (*request.prompt_ids, *request.sampling.stop_token_ids)
+    wrong = next((token for token in named if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"request {request.id}: token id {wrong} is outside the vocabulary [0, {vocab_size})"
+        )
+    if request.sampling.stop_strings and not can_decode:
+        raise InvalidRequest(
+            f"request {request.id}: stop_strings need a tokenizer and this engine has none; "
+            "use stop_token_ids"
+        )

@@ -1,0 +1,87 @@
+"""Drafts: proposed token ids, each with the law it was drawn from.
+
+Three kinds of law, each with its own cheap verification; none builds a dense tensor nobody has:
+
+- `PointMass`: the proposer named one token (n-gram, history, a greedy draft model);
+- `SparseLaw`: drawn from a few ids with probabilities (history counts, reduced vocabularies);
+- `DenseLaw`: drawn from a full row; the float tensor that was sampled from, itself.
+
+The kinds may be mixed within one draft. Handing over a law the token was not drawn from is the one
+mistake that verification cannot see; the enumeration tests plant it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rollout.errors import InvalidDraft
+
+
+@dataclass(frozen=True, slots=True)
+class PointMass:
+    """q(token) = 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLaw:
+    """q over a few distinct ids."""
+
+    ids: torch.Tensor  # [M] int64, distinct
+    probs: torch.Tensor  # [M], sums to 1
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLaw:
+    """q over the vocabulary."""
+
+    probs: torch.Tensor  # [V], sums to 1
+
+
+DraftLaw = PointMass | SparseLaw | DenseLaw
+POINT_MASS = PointMass()
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Token ids a row might continue with, and the law of each given those before it."""
+
+    token_ids: tuple[int, ...] = ()
+    laws: tuple[DraftLaw, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.laws):
+            raise InvalidDraft(
+                f"draft of {len(self.token_ids)} tokens with {len(self.laws)} laws: need one each"
+            )
+
+    @staticmethod
+    def of_points(token_ids: Sequence[int]) -> "Draft":
+        """A draft of deterministic choices."""
+        return Draft(tuple(token_ids), (POINT_MASS,) * len(token_ids))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def truncated(self, max_len: int) -> "Draft":
+        """The first `max_len` tokens. Exact for any length that does not look at the tokens cut."""
+        return Draft(self.token_ids[:max_len], self.laws[:max_len])
+
+
+NO_DRAFT = Draft()
+
+
+def check_draft(draft: Draft, vocab_size: int) -> None:
+    """Refuses ids outside the vocabulary and laws that cannot be probabilities."""
+    for token, law in zip(draft.token_ids, draft.laws, strict=True):
+        if not 0 <= token < vocab_size:
+            raise InvalidDraft(f"draft token {token}: expected an id in [0, {vocab_size})")
+        if isinstance(law, PointMass):
+            continue
+        total = float(law.probs.sum(dtype=torch.float64))
+        if not abs(total - 1.0) < 1e-3 or bool((law.probs < 0).any()):
+            raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
+        if isinstance(law, DenseLaw) and law.probs.shape[0] != vocab_size:
+            raise InvalidDraft(f"dense law over {law.probs.shape[0]} ids: expected {vocab_size}")
+        if isinstance(law, SparseLaw) and not bool((law.ids < vocab_size).all()):
+            raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")

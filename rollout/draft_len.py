@@ -1,0 +1,156 @@
+"""How many tokens to draft, a row and a round; 0 included.
+
+Drafting k tokens for each of B rows turns B scored tokens into B(1 + k) and the expected emitted
+tokens a row into E(k) = 1 + sum_i a_1 ... a_i (Leviathan et al., arXiv:2211.17192, section 3.3, with
+measured conditional rates a_i instead of one constant). What a round costs is measured as well:
+seconds = fixed + per_token * scored tokens, fitted online with forgetting. The length with the most
+expected tokens a second wins; when it is 0 the round is a plain decode step.
+
+The choice is made before anything is drafted, so it cannot look at the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollout.row import Row
+
+PRIOR_ACCEPTED, PRIOR_REACHED = 1.0, 2.0
+"""Each position starts as if one of two drafts had been accepted."""
+
+
+class DraftLen(Protocol):
+    """Chooses draft lengths from what rounds have shown so far."""
+
+    def choose(self, rows: Sequence[Row]) -> list[int]: ...
+
+    def observe(self, round_: "RoundCost") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """What one round did and took."""
+
+    seconds: float
+    num_rows: int
+    asked_len: int
+    scored_tokens: int
+    """Tokens run through the target, prompts and re-prefills included."""
+    plain_tokens: bool
+    """No prompt or re-prefill was in the round, so its time says what decoding costs."""
+    drafted: tuple[int, ...]
+    """Draft length of each row."""
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedDraftLen:
+    """The same length for every row and round."""
+
+    draft_len: int
+
+    def choose(self, rows: Sequence[Row]) -> list[int]:
+        return [self.draft_len] * len(rows)
+
+    def observe(self, round_: RoundCost) -> None:
+        pass
+
+
+class AdaptiveDraftLen:
+    """The length that maximises expected emitted tokens a second.
+
+    `decay` is the weight a round's evidence keeps after the next; `probe_every` rounds without
+    drafting are followed by one that drafts `probe_len`, so that a proposer which has become good
+    can be noticed.
+    """
+
+    def __init__(
+        self, max_len: int, *, decay: float = 0.98, probe_every: int = 24, probe_len: int = 2
+    ) -> None:
+        self.max_len, self._decay = max_len, decay
+        self._probe_every, self._probe_len = probe_every, min(probe_len, max_len)
+        self._reached = [PRIOR_REACHED] * max_len
+        self._accepted = [PRIOR_ACCEPTED] * max_len
+        self._asked = [1.0] * max_len
+        self._drafted = [1.0] * max_len
+        self._cost = LinearCost(decay)
+        self._rounds_without = 0
+
+    def choose(self, rows: Sequence[Row]) -> list[int]:
+        if not rows or not self.max_len:
+            return [0] * len(rows)
+        best = self.best_len(len(rows))
+        if best == 0:
+            self._rounds_without += 1
+            if self._rounds_without >= self._probe_every:
+                best = self._probe_len
+        if best:
+            self._rounds_without = 0
+        return [best] * len(rows)
+
+    def best_len(self, num_rows: int) -> int:
+        """argmax over k of emitted(k) / seconds(k); the shortest of equals."""
+        if not self._cost.known:
+            return self._probe_len
+        emitted, scored, chain = 1.0, 1.0, 1.0
+        best_len, best_rate = 0, emitted / self._cost.seconds(num_rows * scored)
+        for depth in range(self.max_len):
+            available = self._drafted[depth] / self._asked[depth]
+            chain *= self._accepted[depth] / self._reached[depth]
+            emitted += chain * available
+            scored += available
+            rate = emitted / self._cost.seconds(num_rows * scored)
+            if rate > best_rate:
+                best_len, best_rate = depth + 1, rate
+        return best_len
+
+    def observe(self, round_: RoundCost) -> None:
+        if round_.plain_tokens:
+            self._cost.add(round_.scored_tokens, round_.seconds)
+        if not round_.asked_len:
+            return
+        for depth in range(self.max_len):
+            self._reached[depth] = PRIOR_REACHED + self._decay * (
+                self._reached[depth] - PRIOR_REACHED
+            )
+            self._accepted[depth] = PRIOR_ACCEPTED + self._decay * (
+                self._accepted[depth] - PRIOR_ACCEPTED
+            )
+        for depth in range(min(round_.asked_len, self.max_len)):
+            self._asked[depth] = self._decay * self._asked[depth] + round_.num_rows
+            self._drafted[depth] = self._decay * self._drafted[depth] + sum(
+                length > depth for length in round_.drafted
+            )
+        for length, accepted in zip(round_.drafted, round_.accepted, strict=True):
+            for depth in range(min(length, accepted + 1, self.max_len)):
+                self._reached[depth] += 1
+                self._accepted[depth] += depth < accepted
+
+
+class LinearCost:
+    """seconds = fixed + per_token * tokens, least squares with exponential forgetting."""
+
+    def __init__(self, decay: float) -> None:
+        self._decay = decay
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._n > 0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        for name, value in (
+            ("_n", 1.0),
+            ("_x", tokens),
+            ("_y", seconds),
+            ("_xx", tokens * tokens),
+            ("_xy", tokens * seconds),
+        ):
+            setattr(self, name, self._decay * getattr(self, name) + value)
+
+    def seconds(self, tokens: float) -> float:
+        """Prediction; neither part of the cost is ever negative."""
+        spread = self._n * self._xx - self._x**2
+        slope = (self._n * self._xy - self._x * self._y) / spread if spread > 1e-9 else 0.0
+        slope = min(max(slope, 0.0), self._y / self._x)
+        return (self._y - slope * self._x) / self._n + slope * tokens

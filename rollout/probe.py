@@ -1,0 +1,30 @@
+"""A fixed batch of tokens on which every published model is compared with full precision.
+
+It runs in cache slots of its own, so it disturbs no row in flight, and on prepared weights that are
+not in force yet, so an update can be judged before it is used.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from rollout.policy import Window
+from rollout.transformer_policy import DecoderWeights, TransformerPolicy
+
+
+class DriftProbe:
+    """Logits of a model on fixed sequences."""
+
+    def __init__(self, policy: TransformerPolicy, sequences: Sequence[Sequence[int]]) -> None:
+        assert policy.num_slots >= len(sequences), "one slot a probed sequence"
+        self._policy = policy
+        self._windows = [
+            Window(slot, 0, tuple(ids[:-1]), num_logits=len(ids) - 1)
+            for slot, ids in enumerate(sequences)
+        ]
+        self.next_tokens = torch.tensor([token for ids in sequences for token in ids[1:]])
+
+    def logits(self, prepared: DecoderWeights) -> torch.Tensor:
+        """Predictions of every position but the last of each sequence, [N, V] float32."""
+        self._policy.swap(prepared)
+        return self._policy.score(self._windows)

@@ -1,0 +1,35 @@
+"""The seam between the round and whoever guesses the next tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rollout.draft import Draft
+from rollout.row import Row
+
+
+class Proposer(Protocol):
+    """Drafts for live rows. It reads rows and never writes to them.
+
+    A draft may be shorter than asked for or empty: choosing none is always possible. Its laws must
+    be those the tokens were drawn from.
+    """
+
+    def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
+        """One draft a row, of at most the length given for it."""
+        ...
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Called after each round, when the rows hold the tokens it emitted."""
+        ...
+
+    def finish(self, row: Row) -> None:
+        """The row is complete (or gave up) and will not be seen again."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """New policy weights are in force."""
+        ...
+
+    def gauges(self) -> Mapping[str, float]:
+        """Sizes worth watching, by metric name."""
+        ...

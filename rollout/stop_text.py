@@ -1,0 +1,44 @@
+"""Stop strings over token ids, checked at every token, also inside accepted runs.
+
+Text is decoded incrementally: a token whose bytes do not yet complete a character adds nothing until
+they do, and no U+FFFD ever reaches the search. A match counts when it *ends* in the newest text, so
+one split over two rounds is found, and one that ended before `min_tokens` is never looked at again.
+"""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class StopText:
+    """Watches the generated ids of one row."""
+
+    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+        self._stops, self._decode = stops, decode
+        self._ids: list[int] = []
+        self._prefix, self._read = 0, 0  # ids[prefix:read] is context already turned into text
+        self._tail = ""
+        self._longest = max(map(len, stops))
+
+    def push(self, token: int) -> str | None:
+        """Takes the next id; the stop string it completes, or None."""
+        new = self._new_text(token)
+        if not new:
+            return None
+        searched = self._tail + new
+        found = next((s for s in self._stops if self._ends_in_new(searched, s, len(new))), None)
+        self._tail = searched[-(self._longest - 1) :] if self._longest > 1 else ""
+        return found
+
+    @staticmethod
+    def _ends_in_new(text: str, stop: str, new_len: int) -> bool:
+        return stop in text[max(0, len(text) - new_len - len(stop) + 1) :]
+
+    def _new_text(self, token: int) -> str:
+        self._ids.append(token)
+        before = self._decode(self._ids[self._prefix : self._read])
+        text = self._decode(self._ids[self._prefix :])
+        if text.endswith("\ufffd"):
+            return ""
+        self._prefix, self._read = self._read, len(self._ids)
+        return text[len(before) :]

@@ -1,0 +1,71 @@
+"""A policy whose law is known: logits looked up by the tokens so far.
+
+As good a policy as the transformer for everything but speed: it keeps a cache a slot and predicts
+from that cache alone, so a rollback, fork or slot fault changes its answers.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from rollout.errors import InvalidWeights
+from rollout.policy import Window
+
+Table = Callable[[tuple[int, ...]], torch.Tensor]
+"""Tokens so far -> logits [V]."""
+
+
+class TablePolicy:
+    """Float64 logits from a table; `load` takes {"logits": [num_contexts, V]} for Markov tables."""
+
+    def __init__(
+        self, table: Table, *, vocab_size: int, context_len: int = 64, num_slots: int = 8
+    ) -> None:
+        self.vocab_size, self.context_len, self.num_slots = vocab_size, context_len, num_slots
+        self._table = table
+        self._cached: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def score(self, windows: Sequence[Window]) -> torch.Tensor:
+        logits = []
+        for window in windows:
+            cached = self._cached[window.slot]
+            assert len(cached) == window.start, "window does not start where the cache ends"
+            for token in window.token_ids:
+                assert 0 <= token < self.vocab_size, f"token {token} is not in the vocabulary"
+                cached.append(token)
+            first = len(cached) - window.num_logits
+            logits += [self._table(tuple(cached[: i + 1])) for i in range(first, len(cached))]
+        return torch.stack(logits) if logits else torch.empty(0, self.vocab_size)  # [N, V]
+
+    def truncate(self, slot: int, length: int) -> None:
+        del self._cached[slot][length:]
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        self._cached[target] = self._cached[source][:length]
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> Table:
+        logits = weights.get("logits")
+        if logits is None or logits.shape[-1] != self.vocab_size or logits.isnan().any():
+            raise InvalidWeights(f"expected finite 'logits' [contexts, {self.vocab_size}]")
+        return markov_table(logits.double())
+
+    def swap(self, prepared: Table) -> None:
+        self._table = prepared
+        self._cached = [[] for _ in range(self.num_slots)]
+
+
+def markov_table(logits: torch.Tensor) -> Table:
+    """A table [V, V] that sees the last token only."""
+    return lambda tokens: logits[tokens[-1]]
+
+
+def random_table(vocab_size: int, depth: int, *, seed: int, spread: float = 1.5) -> Table:
+    """Independent random logits for every context of up to `depth` last tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {
+        context: spread * torch.randn(vocab_size, generator=generator, dtype=torch.float64)
+        for length in range(depth + 1)
+        for context in itertools.product(range(vocab_size), repeat=length)
+    }
+    return lambda tokens: rows[tokens[-depth:] if depth else ()]

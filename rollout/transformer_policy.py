@@ -1,0 +1,302 @@
+"""A dense decoder with its own KV cache: ragged windows, slots, rollback, forks.
+
+All tokens of a call run through the linear maps as one flat batch [N, hidden], without padding.
+Attention runs in buckets of windows of equal length, so a round of plain decodes with a few longer
+windows pads nothing either. Rolling back is forgetting: a cached position is overwritten before it
+is read again, since a position is visible only to windows that start behind it.
+
+Shapes: N tokens of the call, B windows of a bucket, n tokens a window, T cached positions, S slots,
+H query heads, J key/value heads, D head size.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quant.formats import Format, make_linear, payload_bytes
+from quant.int8 import Int8Weight
+from quant.linear import Linear, has_bf16_gemm
+from rollout.decoder import DecoderConfig
+from rollout.packing import unpack
+from rollout.policy import Window
+
+
+def default_dtype() -> torch.dtype:
+    """bf16 where products of it run in hardware, else float32."""
+    return torch.bfloat16 if has_bf16_gemm() else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    attention_norm: torch.Tensor  # [hidden]
+    qkv: Linear
+    q_norm: torch.Tensor | None  # [D]
+    k_norm: torch.Tensor | None
+    out: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """Weights ready to run."""
+
+    embedding: torch.Tensor  # [V, hidden]
+    blocks: tuple[_Block, ...]
+    norm: torch.Tensor
+    head: Linear
+
+    def bytes(self) -> int:
+        """Storage of everything a forward reads, tied tensors once."""
+        tensors = [self.embedding, self.norm, *self.head.tensors()]
+        for block in self.blocks:
+            tensors += [block.attention_norm, block.mlp_norm]
+            tensors += [t for t in (block.q_norm, block.k_norm) if t is not None]
+            for linear in (block.qkv, block.out, block.gate_up, block.down):
+                tensors += linear.tensors()
+        return payload_bytes(tensors)
+
+    def kernels(self) -> dict[str, str]:
+        """Which kernel runs which class of matrix."""
+        return {"blocks": self.blocks[0].qkv.kernel, "head": self.head.kernel}
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Windows of one length and where their tokens stand in the flat batch."""
+
+    tokens: torch.Tensor  # [B * n] indices into N
+    num_windows: int
+    length: int
+    slots: torch.Tensor | slice  # [B]
+    num_cached: int  # T
+    mask: torch.Tensor  # [B, 1, 1, n, T] additive
+
+
+class TransformerPolicy:
+    """Runs one model for `num_slots` rows of up to `context_len` tokens each."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        format_: Format,
+        *,
+        num_slots: int,
+        context_len: int,
+        dtype: torch.dtype | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.config, self.format, self.device = config, format_, torch.device(device)
+        self.dtype = dtype or default_dtype()
+        self.vocab_size, self.num_slots = config.vocab_size, num_slots
+        self.context_len = min(context_len, config.max_context_len)
+        self.weights: DecoderWeights | None = None
+        cache_shape = (
+            config.num_layers,
+            num_slots,
+            config.num_kv_heads,
+            self.context_len,
+            config.head_dim,
+        )
+        self._keys = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
+        self._values = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
+        angles = torch.outer(torch.arange(self.context_len).float(), torch.tensor(config.inv_freq))
+        angles = torch.cat([angles, angles], dim=-1)  # [context_len, D]
+        self._cos = (angles.cos() * config.rope_scale).to(self.device, self.dtype)
+        self._sin = (angles.sin() * config.rope_scale).to(self.device, self.dtype)
+
+    # ---- weights --------------------------------------------------------------------------
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> DecoderWeights:
+        """Builds runnable weights from a packed update (`rollout.packing`)."""
+        tensors = unpack(weights, self.config, self.format, self.dtype)
+
+        def plain(name: str) -> torch.Tensor:
+            tensor = tensors[name]
+            assert isinstance(tensor, torch.Tensor), f"{name} is never quantised"
+            return tensor.to(self.device)
+
+        def linear(prefix: str, *names: str) -> Linear:
+            matrices = [tensors[f"{prefix}.{name}.weight"] for name in names]
+            biases = [f"{prefix}.{name}.bias" for name in names]
+            bias = torch.cat([plain(b) for b in biases]) if biases[0] in tensors else None
+            return make_linear(self.format, _stack(matrices, self.device), bias)
+
+        def block(layer: int) -> _Block:
+            at = f"model.layers.{layer}"
+            return _Block(
+                attention_norm=plain(f"{at}.input_layernorm.weight"),
+                qkv=linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj"),
+                q_norm=plain(f"{at}.self_attn.q_norm.weight") if self.config.qk_norm else None,
+                k_norm=plain(f"{at}.self_attn.k_norm.weight") if self.config.qk_norm else None,
+                out=linear(f"{at}.self_attn", "o_proj"),
+                mlp_norm=plain(f"{at}.post_attention_layernorm.weight"),
+                gate_up=linear(f"{at}.mlp", "gate_proj", "up_proj"),
+                down=linear(f"{at}.mlp", "down_proj"),
+            )
+
+        embedding = plain("model.embed_tokens.weight")
+        head = embedding if self.config.tied_head else plain("lm_head.weight")
+        return DecoderWeights(
+            embedding=embedding,
+            blocks=tuple(block(layer) for layer in range(self.config.num_layers)),
+            norm=plain("model.norm.weight"),
+            head=make_linear(self.format, head, None),
+        )
+
+    def swap(self, prepared: DecoderWeights) -> None:
+        self.weights = prepared
+
+    # ---- cache ----------------------------------------------------------------------------
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Nothing to do: positions from `length` on are overwritten before they are read."""
+
+    def fork(self, source: int, target: int, length: int) -> None:
+        for cache in (self._keys, self._values):
+            cache[:, target, :, :length] = cache[:, source, :, :length]
+
+    # ---- forward --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def score(self, windows: Sequence[Window]) -> torch.Tensor:
+        assert self.weights is not None, "no weights are in force"
+        ids, slots, positions = self._flatten(windows)  # [N] each
+        buckets = self._buckets(windows)
+        cos, sin = self._cos[positions, None], self._sin[positions, None]  # [N, 1, D]
+        hidden = F.embedding(ids, self.weights.embedding)  # [N, hidden]
+        for layer, block in enumerate(self.weights.blocks):
+            normed = self._norm(hidden, block.attention_norm)
+            query = self._project(layer, block, normed, cos, sin, slots, positions)  # [N, H, D]
+            mixed = self._attend(layer, query, buckets)  # [N, H * D]
+            hidden = hidden + block.out(mixed)
+            gate, up = block.gate_up(self._norm(hidden, block.mlp_norm)).chunk(2, dim=-1)
+            hidden = hidden + block.down(F.silu(gate) * up)
+        wanted = self._scored(windows)
+        if not len(wanted):
+            return torch.empty(0, self.vocab_size)
+        return self.weights.head(self._norm(hidden[wanted], self.weights.norm)).float()  # [M, V]
+
+    def _flatten(
+        self, windows: Sequence[Window]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids, slots and positions of all tokens, window after window."""
+        ids, slots, positions = [], [], []
+        for window in windows:
+            end = window.start + len(window.token_ids)
+            assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"
+            ids += window.token_ids
+            slots += [window.slot] * len(window.token_ids)
+            positions += range(window.start, end)
+        flat = torch.tensor([ids, slots, positions], device=self.device)
+        return flat[0], flat[1], flat[2]
+
+    def _scored(self, windows: Sequence[Window]) -> torch.Tensor:
+        """Flat indices of the tokens whose predictions were asked for."""
+        wanted: list[int] = []
+        end = 0
+        for window in windows:
+            end += len(window.token_ids)
+            wanted += range(end - window.num_logits, end)
+        return torch.tensor(wanted, dtype=torch.long, device=self.device)
+
+    def _buckets(self, windows: Sequence[Window]) -> list[_Bucket]:
+        by_length: dict[int, list[tuple[Window, int]]] = defaultdict(list)
+        offset = 0
+        for window in windows:
+            if window.token_ids:
+                by_length[len(window.token_ids)].append((window, offset))
+            offset += len(window.token_ids)
+        return [self._bucket(length, members) for length, members in by_length.items()]
+
+    def _bucket(self, length: int, members: list[tuple[Window, int]]) -> _Bucket:
+        steps = torch.arange(length, device=self.device)
+        offsets = torch.tensor([offset for _, offset in members], device=self.device)
+        starts = torch.tensor([window.start for window, _ in members], device=self.device)
+        num_cached = int(starts.max()) + length
+        last_visible = starts[:, None] + steps  # [B, n]
+        hidden = torch.arange(num_cached, device=self.device) > last_visible[..., None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(hidden, -torch.inf)
+        slots = [window.slot for window, _ in members]
+        contiguous = slots == list(range(slots[0], slots[0] + len(slots)))
+        return _Bucket(
+            tokens=(offsets[:, None] + steps).reshape(-1),
+            num_windows=len(members),
+            length=length,
+            slots=slice(slots[0], slots[0] + len(slots))
+            if contiguous
+            else torch.tensor(slots, device=self.device),
+            num_cached=num_cached,
+            mask=mask[:, None, None],
+        )
+
+    def _project(
+        self,
+        layer: int,
+        block: _Block,
+        normed: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Queries [N, H, D]; keys and values go to the cache."""
+        config = self.config
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        query, key, value = (
+            part.unflatten(-1, (-1, config.head_dim))
+            for part in block.qkv(normed).split([n * config.head_dim for n in heads], dim=-1)
+        )
+        if block.q_norm is not None and block.k_norm is not None:
+            query, key = self._norm(query, block.q_norm), self._norm(key, block.k_norm)
+        self._keys[layer][slots, :, positions] = _rotate(key, cos, sin)
+        self._values[layer][slots, :, positions] = value
+        return _rotate(query, cos, sin)
+
+    def _attend(self, layer: int, query: torch.Tensor, buckets: list[_Bucket]) -> torch.Tensor:
+        """Softmax attention of every window over its slot's cache, [N, H * D]."""
+        config = self.config
+        mixed = torch.empty_like(query)  # [N, H, D]
+        for bucket in buckets:
+            num, length, cached = bucket.num_windows, bucket.length, bucket.num_cached
+            keys = self._keys[layer][bucket.slots, :, :cached]  # [B, J, T, D]
+            values = self._values[layer][bucket.slots, :, :cached]
+            q = query[bucket.tokens].view(num, length, config.num_kv_heads, -1, config.head_dim)
+            q = q.permute(0, 2, 3, 1, 4)  # [B, J, H / J, n, D]
+            flat = q.reshape(num, config.num_kv_heads, -1, config.head_dim)  # [B, J, H / J * n, D]
+            scores = (flat @ keys.transpose(-1, -2)) * config.head_dim**-0.5
+            scores = scores.view(*q.shape[:-1], cached) + bucket.mask
+            probs = scores.softmax(-1, dtype=torch.float32).to(values.dtype)
+            out = probs.view(num, config.num_kv_heads, -1, cached) @ values
+            out = out.view(q.shape).permute(0, 3, 1, 2, 4)  # [B, n, J, H / J, D]
+            mixed[bucket.tokens] = out.reshape(num * length, config.num_heads, config.head_dim)
+        return mixed.flatten(1)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding, halves convention of Hugging Face; x [N, heads, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _stack(
+    matrices: Sequence[torch.Tensor | Int8Weight], device: torch.device
+) -> torch.Tensor | Int8Weight:
+    """Joins matrices along the output axis; scales are per output, so they join alike."""
+    plain = [m for m in matrices if isinstance(m, torch.Tensor)]
+    quantised = [m for m in matrices if isinstance(m, Int8Weight)]
+    assert not plain or not quantised, "a fused map is quantised as a whole or not at all"
+    if plain:
+        return torch.cat(plain).to(device) if len(plain) > 1 else plain[0].to(device)
+    return Int8Weight(
+        torch.cat([m.values for m in quantised]).to(device),
+        torch.cat([m.scales for m in quantised]).to(device),
+    )
