@@ -57,6 +57,8 @@ class HistoryProposer:
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # oldest first
         self._prompts: dict[Ngram, _PromptIndex] = {}
         self._num_tokens = 0
+        self._foreign = 0
+        """Serials below zero are rollouts without a row."""
 
     def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
         return [self._draft(row, max_len) for row, max_len in zip(rows, max_lens, strict=True)]
@@ -91,7 +93,9 @@ class HistoryProposer:
 
     def observe(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            sequence = self._sequences.get(row.serial) or self._start(row)
+            sequence = self._sequences.get(row.serial) or self._start(
+                row.serial, row.request.prompt_ids
+            )
             recorded = len(sequence.tokens) - sequence.num_context
             new = row.token_ids[row.prompt_len + recorded :]
             if self._make_room(len(new)):
@@ -99,11 +103,20 @@ class HistoryProposer:
                 self._num_tokens += len(new)
                 self._index(row.serial, sequence)
 
-    def _start(self, row: Row) -> _Sequence:
-        prompt = row.request.prompt_ids
+    def remember(self, prompt_ids: Ngram, token_ids: Sequence[int]) -> None:
+        """Takes in a finished rollout from elsewhere, such as an earlier part of the run."""
+        self._foreign -= 1
+        sequence = self._start(self._foreign, tuple(prompt_ids))
+        if self._make_room(len(token_ids)):
+            sequence.tokens += token_ids
+            self._num_tokens += len(token_ids)
+            self._index(self._foreign, sequence)
+        sequence.in_flight = False
+
+    def _start(self, serial: int, prompt: Ngram) -> _Sequence:
         context = list(prompt[-self._max_match :])
         sequence = _Sequence(prompt, context, len(context), num_indexed=len(context) - 1)
-        self._sequences[row.serial] = sequence
+        self._sequences[serial] = sequence
         self._prompts.setdefault(prompt, _PromptIndex()).num_sequences += 1
         return sequence
 

@@ -78,17 +78,26 @@ class NativeEngine:
     # ---- requests -------------------------------------------------------------------------
 
     @property
+    def can_decode(self) -> bool:
+        """Stop strings can be served."""
+        return self._decode is not None
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._waiting) + len(self._live) + len(self._ended)
 
-    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+    def check(self, requests: Sequence[RolloutRequest]) -> None:
+        """Raises InvalidRequest for the first request that cannot be served."""
         for request in requests:
             check_request(
                 request,
                 vocab_size=self.policy.vocab_size,
                 context_len=self.policy.context_len,
-                can_decode=self._decode is not None,
+                can_decode=self.can_decode,
             )
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.check(requests)
         for request in requests:
             row = Row(
                 request,

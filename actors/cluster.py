@@ -1,0 +1,194 @@
+"""What a learner holds: launch or connect, submit, publish, next_groups, accept.
+
+A thin client of the controller process. Weights are packed and quantised once, here in the learner's
+process, and travel through the object store; the controller keeps its own copy of the current
+version, so that a replaced actor gets it also when the learner is gone.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from actors.config import ClusterConfig
+from actors.controller import ControllerActor, Retired, tokenise_probe
+from actors.group_queue import RolloutGroup
+from actors.metrics import ClusterSnapshot, Publication
+from actors.ray_session import start_ray
+from actors.rollout_actor import ActorInfo
+from actors.weights import WeightPublisher
+from rollout.errors import FleetDead, RolloutError, RolloutTimeout
+from rollout.request import RolloutRequest, RolloutSample
+from rollout.sampling import SamplingParams
+
+CONTROL_TIMEOUT_S = 60.0
+"""Limit for calls that only read or write the controller's state."""
+
+
+class RolloutCluster:
+    """A running fleet of rollout actors. Use as a context manager, or call `shutdown`."""
+
+    def __init__(self, controller: Any, config: ClusterConfig, *, owned: bool) -> None:
+        self._controller, self.config, self._owned = controller, config, owned
+        self._publisher = WeightPublisher(config.engine, tokenise_probe(config))
+
+    @staticmethod
+    def launch(config: ClusterConfig, *, name: str | None = None) -> "RolloutCluster":
+        """Starts a fleet; returns when every actor has its model. Ray is started if need be.
+        With a `name` others may connect to it."""
+        start_ray()
+        options = {"name": _actor_name(name)} if name else {}
+        controller = ControllerActor.options(**options).remote(config, tokenise_probe(config))
+        cluster = RolloutCluster(controller, config, owned=True)
+        try:
+            cluster._ask(controller.start.remote(), config.start_timeout_s + CONTROL_TIMEOUT_S)
+        except RolloutError:
+            cluster.shutdown()
+            raise
+        return cluster
+
+    @staticmethod
+    def connect(name: str, address: str) -> "RolloutCluster":
+        """Joins a named cluster that another process keeps up. Raises FleetDead."""
+        start_ray(address=address)
+        try:
+            controller = ray.get_actor(_actor_name(name))
+        except ValueError as error:
+            raise FleetDead(f"no cluster named {name!r} at {address}") from error
+        config = ray.get(controller.config.remote(), timeout=CONTROL_TIMEOUT_S)
+        return RolloutCluster(controller, config, owned=False)
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompts: Sequence["Prompt"],
+        sampling: SamplingParams,
+        *,
+        group_size: int,
+        finished: Sequence[RolloutSample] = (),
+    ) -> list[str]:
+        """Queues one group of `group_size` rollouts a prompt; the group ids.
+        Raises InvalidRequest for the first bad prompt and queues none."""
+        groups = [prompt.requests(sampling, group_size, self.config.run_seed) for prompt in prompts]
+        self._ask(self._controller.submit.remote(groups, list(finished)))
+        return [group[0].group_id for group in groups]
+
+    def next_groups(self, num_groups: int, timeout_s: float = 600.0) -> list[RolloutGroup]:
+        """The next whole groups in dispatch order within the staleness bound."""
+        call = self._controller.next_groups.remote(num_groups, timeout_s)
+        return self._ask(call, timeout_s + CONTROL_TIMEOUT_S)
+
+    def accept(self, groups: Iterable[RolloutGroup]) -> None:
+        """An optimiser step has consumed these groups."""
+        self._settle(groups, "accepted")
+
+    def filter(self, groups: Iterable[RolloutGroup]) -> None:
+        """The learner set these groups aside."""
+        self._settle(groups, "filtered")
+
+    def _settle(self, groups: Iterable[RolloutGroup], fate: str) -> None:
+        ids = [sample.request.id for group in groups for sample in group.samples]
+        self._ask(self._controller.settle.remote(ids, fate))
+
+    def retired(self) -> list[Retired]:
+        """Samples that ended stale or failed since the last call; each is told once."""
+        return self._ask(self._controller.retired.remote())
+
+    # ---- weights --------------------------------------------------------------------------
+
+    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Publication:
+        """Packs named weights and puts them in force on every actor. Raises InvalidWeights and
+        leaves the old version whole."""
+        started = time.time()
+        update = self._publisher.pack(version, weights)
+        reference = ray.put(update)
+        limit = 2 * self.config.publish_timeout_s + self.config.start_timeout_s + CONTROL_TIMEOUT_S
+        return self._ask(self._controller.publish.remote([reference], version, started), limit)
+
+    # ---- state ----------------------------------------------------------------------------
+
+    def metrics(self) -> ClusterSnapshot:
+        """Lifetime sums; see `actors.metrics.metrics_row` for rates between two of them."""
+        return self._ask(self._controller.snapshot.remote())
+
+    def actors(self) -> list[ActorInfo]:
+        """The actors that serve now."""
+        return self._ask(self._controller.actors.remote())
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, JSON-able."""
+        return self._ask(self._controller.state.remote())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over fates and clock of a checkpoint; before the first submit."""
+        self._ask(self._controller.restore.remote(state))
+
+    def shutdown(self) -> None:
+        """Ends the fleet and its controller; a connected client only lets go."""
+        if not self._owned:
+            return
+        self._owned = False
+        try:
+            self._ask(self._controller.shutdown.remote(), timeout_s=10.0)
+        except (FleetDead, RolloutTimeout):
+            pass  # it is gone already, which is what was wanted
+        ray.kill(self._controller)
+
+    def __enter__(self) -> "RolloutCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _ask(self, reference: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise FleetDead(f"the cluster's controller died: {error}") from error
+        except GetTimeoutError as error:
+            raise RolloutTimeout(f"the controller gave no answer in {timeout_s} s") from error
+
+
+class Prompt:
+    """One prompt of a task on its way to becoming a group.
+
+    `first_sample_index` counts the samples this prompt had before in the run, so that a prompt that
+    is visited again draws fresh randomness.
+    """
+
+    def __init__(
+        self,
+        group_id: str,
+        prompt_id: str,
+        prompt_ids: Sequence[int],
+        first_sample_index: int = 0,
+    ) -> None:
+        self.group_id, self.prompt_id = group_id, prompt_id
+        self.prompt_ids, self.first_sample_index = tuple(prompt_ids), first_sample_index
+
+    def requests(
+        self, sampling: SamplingParams, group_size: int, run_seed: int
+    ) -> list[RolloutRequest]:
+        """The group's members, ids `group/0 .. group/n-1`."""
+        return [
+            RolloutRequest(
+                id=f"{self.group_id}/{member}",
+                group_id=self.group_id,
+                prompt_id=self.prompt_id,
+                sample_index=self.first_sample_index + member,
+                prompt_ids=self.prompt_ids,
+                sampling=sampling,
+                run_seed=run_seed,
+            )
+            for member in range(group_size)
+        ]
+
+
+def _actor_name(cluster: str) -> str:
+    return f"cluster:{cluster}"

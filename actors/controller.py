@@ -1,0 +1,573 @@
+"""The one process that knows the fleet: dispatch, hand-over, weights, supervision.
+
+State is the queue (order and staleness), the ledger (fates), and for each member which requests it
+holds. A supervising thread collects finished samples, sends new requests, and replaces members that
+died; the learner's calls touch the same state under one lock. A member serves only while it holds
+the current version. Nothing here waits without a limit.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from actors.config import ClusterConfig
+from actors.group_queue import GroupQueue, RolloutGroup
+from actors.metrics import PHASES, ClusterSnapshot, Publication
+from actors.rollout_actor import ActorInfo, Prepared, RolloutActor
+from actors.threads import thread_environment
+from rollout.admission import check_request
+from rollout.checkpoint import read_config, read_tokenizer
+from rollout.errors import ActorFailed, FleetDead, InvalidRequest, InvalidWeights, RolloutTimeout
+from rollout.ledger import Final, Ledger
+from rollout.request import RolloutRequest, RolloutSample, SpecCounters
+
+COLLECT_S = 0.5
+"""How long a collect call waits in the actor for a first sample."""
+POLL_S = 0.1
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(slots=True)
+class _Assigned:
+    request: RolloutRequest
+    since: float
+    aborted: bool = False
+
+
+@dataclass(slots=True)
+class _Member:
+    name: str
+    handle: Any
+    info: ActorInfo | None = None
+    serving: bool = False
+    assigned: dict[str, _Assigned] = field(default_factory=dict)
+    sent: list[Any] = field(default_factory=list)
+    """References of submissions whose receipt is not confirmed yet."""
+    collecting: Any = None
+    collecting_since: float = 0.0
+    counters: SpecCounters = field(default_factory=SpecCounters)
+    gauges: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """A sample that no learner will see, and why."""
+
+    sample: RolloutSample
+    fate: Final
+
+
+class Controller:
+    """Fleet, queue and ledger of one cluster."""
+
+    def __init__(self, config: ClusterConfig, probe_ids: Sequence[Sequence[int]]) -> None:
+        self._config, self._probe_ids = config, probe_ids
+        self._changed = threading.Condition(threading.RLock())
+        self._publishing = threading.Lock()
+        self._queue = GroupQueue(
+            max_staleness=config.max_staleness,
+            groups_per_step=config.groups_per_step,
+            allow_short_groups=config.allow_short_groups,
+        )
+        self._ledger = Ledger()
+        self._members: dict[str, _Member] = {}
+        self._to_send: deque[RolloutRequest] = deque()
+        self._restored: dict[str, RolloutSample] = {}
+        self._retries: Counter[str] = Counter()
+        self._retired: list[Retired] = []
+        self._publication: Publication | None = None
+        self._update: Any = None  # reference to the current WeightUpdate
+        self._update_version: int | None = None
+        self._update_started = 0.0
+        self._failure: Exception | None = None
+        self._stopping = False
+        self._restarts = self._started = 0
+        self._departed_counters = SpecCounters()
+        self._departed_phases: Counter[str] = Counter()
+        self._first_submit: float | None = None
+        self._elapsed_before_s = 0.0
+        self._finished = Counter[str]()
+        self._stale_by_length: Counter[int] = Counter()
+        folder = Path(config.engine.model_folder)
+        self._vocab_size = read_config(folder).vocab_size
+        self._can_decode = (folder / "tokenizer.json").is_file()
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def start(self) -> list[ActorInfo]:
+        """Starts the members; returns when all are up. Raises ActorFailed."""
+        members = [self._create_member() for _ in range(self._config.num_actors)]
+        for member in members:
+            self._await_up(member)
+        threading.Thread(target=self._supervise, name="supervisor", daemon=True).start()
+        return [member.info for member in members if member.info]
+
+    def shutdown(self) -> None:
+        """Ends every member."""
+        with self._changed:
+            self._stopping = True
+            members, self._members = list(self._members.values()), {}
+            self._changed.notify_all()
+        for member in members:
+            ray.kill(member.handle)
+
+    def _create_member(self) -> _Member:
+        cores = self._config.cpus_per_actor
+        name = f"rollout-{self._started}"
+        self._started += 1
+        handle = RolloutActor.options(
+            num_cpus=cores, runtime_env={"env_vars": thread_environment(cores)}
+        ).remote(name, self._config.engine, cores, self._probe_ids)
+        member = _Member(name, handle)
+        with self._changed:
+            self._members[name] = member
+        return member
+
+    def _await_up(self, member: _Member) -> None:
+        """Waits for a member, brings it to the current version and lets it serve."""
+        member.info = self._ask(member, member.handle.info.remote(), self._config.start_timeout_s)
+        with self._publishing:
+            swap_s = 0.0
+            prepared: Prepared | None = None
+            if self._update is not None:
+                limit, in_flight = self._config.publish_timeout_s, self._config.in_flight
+                prepared = self._ask(member, member.handle.begin.remote(self._update), limit)
+                assert prepared is not None
+                commit = member.handle.commit.remote(prepared.version, in_flight, limit)
+                swap_s = self._ask(member, commit, limit)
+            with self._changed:
+                member.serving = True
+                if prepared is not None and self._published_version() != prepared.version:
+                    self._put_in_force({member.name: prepared}, {member.name: swap_s})
+                self._changed.notify_all()
+
+    def _ask(self, member: _Member, reference: Any, timeout_s: float) -> Any:
+        """The answer of a member. Raises ActorFailed or RolloutTimeout naming it, or the project
+        error the member raised."""
+        try:
+            return ray.get(reference, timeout=timeout_s)
+        except RayActorError as error:
+            raise ActorFailed(f"actor {member.name} died: {_first_line(error)}") from error
+        except GetTimeoutError as error:
+            raise RolloutTimeout(f"actor {member.name} gave no answer in {timeout_s} s") from error
+        except RayTaskError as error:
+            raise error.cause from error
+
+    # ---- the learner's calls --------------------------------------------------------------
+
+    def submit(
+        self, groups: Sequence[Sequence[RolloutRequest]], finished: Sequence[RolloutSample] = ()
+    ) -> None:
+        """Queues groups; all or none. `finished` are members that a resumed run had already."""
+        requests = [request for group in groups for request in group]
+        with self._changed:
+            self._check()
+            context_len = min(m.info.context_len for m in self._members.values() if m.info)
+            for request in requests:
+                check_request(
+                    request,
+                    vocab_size=self._vocab_size,
+                    context_len=context_len,
+                    can_decode=self._can_decode,
+                )
+            try:
+                self._ledger.submitted(request.id for request in requests)
+                for group in groups:
+                    self._queue.add(group)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from error
+            self._restored |= {sample.request.id: sample for sample in finished}
+            self._first_submit = self._first_submit or time.monotonic()
+            self._dispatch()
+
+    def next_groups(self, num_groups: int, timeout_s: float) -> list[RolloutGroup]:
+        """The next whole groups in dispatch order, none older than the bound.
+        Raises RolloutTimeout, FleetDead, or InvalidRequest when they can never come."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._check()
+                self._retire(self._queue.drop_failed(), "failed")
+                self._retire(self._queue.drop_stale(self._version()), "stale")
+                self._dispatch()
+                if groups := self._queue.take(num_groups, self._version()):
+                    self._dispatch()
+                    return groups
+                self._refuse_impossible(num_groups)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    counts = self._ledger.counts()
+                    raise RolloutTimeout(
+                        f"no {num_groups} whole groups in {timeout_s} s; in flight "
+                        f"{counts['in_flight']}, waiting {counts['waiting']}"
+                    )
+                self._changed.wait(min(left, 1.0))
+
+    def _refuse_impossible(self, num_groups: int) -> None:
+        held = self._queue.num_open + self._queue.num_queued
+        if held < num_groups:
+            raise InvalidRequest(
+                f"next_groups({num_groups}): only {held} groups are submitted; submit more first"
+            )
+        if self._queue.num_queued and self._queue.room < num_groups - self._queue.num_open:
+            raise InvalidRequest(
+                f"next_groups({num_groups}): pacing keeps at most {self._queue.capacity_groups} "
+                "groups open between publishes; publish, take fewer, or raise max_staleness"
+            )
+
+    def settle(self, sample_ids: Sequence[str], fate: Final) -> None:
+        """The learner consumed (`accepted`) or set aside (`filtered`) what it was handed."""
+        with self._changed:
+            try:
+                self._ledger.settle(sample_ids, fate)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from error
+
+    def retired(self) -> list[Retired]:
+        """Samples that ended stale or failed since the last call."""
+        with self._changed:
+            retired, self._retired = self._retired, []
+            return retired
+
+    def publish(self, boxed_update: Sequence[Any], version: int, started: float) -> Publication:
+        """begin on every serving member, then commit on all. A member that refuses the update fails
+        it for all: the old version stays whole. One that dies or stalls is fenced off and replaced;
+        when it was the last, the call waits for its replacement.
+        """
+        with self._publishing:
+            self._check()
+            current = self._update_version
+            if current is not None and version <= current:
+                raise InvalidWeights(f"version {version}: expected one above {current}")
+            # Owned by this process from here on: the learner may leave, a new member will need it.
+            update = ray.put(ray.get(boxed_update[0], timeout=self._config.publish_timeout_s))
+            begun = self._on_all(lambda m: m.handle.begin.remote(update), abandon=version)
+            self._update, self._update_version, self._update_started = update, version, started
+            limit, in_flight = self._config.publish_timeout_s, self._config.in_flight
+            swapped: dict[str, float] = self._on_all(
+                lambda m: m.handle.commit.remote(version, in_flight, limit)
+            )
+            if swapped:
+                with self._changed:
+                    self._put_in_force(begun, swapped)
+        return self._await_version(version)
+
+    def _await_version(self, version: int) -> Publication:
+        limit = self._config.start_timeout_s + self._config.publish_timeout_s
+        deadline = time.monotonic() + limit
+        with self._changed:
+            while self._publication is None or self._publication.version != version:
+                self._check()
+                if not self._changed.wait(deadline - time.monotonic()):
+                    raise RolloutTimeout(f"version {version}: no actor took it in {limit} s")
+            return self._publication
+
+    def _put_in_force(self, begun: dict[str, Prepared], swapped: dict[str, float]) -> None:
+        """Records the version that members now run. Drift is the largest any of them measured."""
+        worst = max(begun.values(), key=lambda prepared: prepared.drift.kl)
+        self._publication = Publication(
+            version=worst.version,
+            digest=worst.digest,
+            drift=worst.drift,
+            weights_bytes=worst.weights_bytes,
+            kernels=worst.kernels,
+            publish_s=time.time() - self._update_started,
+            swap_s=max(swapped.values()),
+        )
+        self._queue.published()
+        self._dispatch()
+        self._changed.notify_all()
+
+    def _published_version(self) -> int | None:
+        return self._publication.version if self._publication else None
+
+    def _on_all(
+        self, call: Callable[[_Member], Any], *, abandon: int | None = None
+    ) -> dict[str, Any]:
+        """Answers of the serving members; those that fail to answer are fenced off. With `abandon`
+        a refusal (a project error) withdraws that version everywhere and is raised."""
+        with self._changed:
+            members = [member for member in self._members.values() if member.serving]
+        references = {member.name: call(member) for member in members}
+        answers: dict[str, Any] = {}
+        for member in members:
+            try:
+                answers[member.name] = self._ask(
+                    member, references[member.name], self._config.publish_timeout_s + 5.0
+                )
+            except (ActorFailed, RolloutTimeout) as error:
+                self._fence(member, str(error))
+            except InvalidWeights as error:
+                if abandon is None:
+                    raise
+                for other in members:
+                    other.handle.abandon.remote(abandon)
+                raise InvalidWeights(f"{member.name} refused the update: {error}") from error
+        return answers
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Lifetime sums, right now."""
+        with self._changed:
+            counters, phases = SpecCounters(), Counter(self._departed_phases)
+            counters.add(self._departed_counters)
+            gauges: Counter[str] = Counter()
+            for member in self._members.values():
+                counters.add(member.counters)
+                phases.update(_phases(member.gauges))
+                gauges.update({k: v for k, v in member.gauges.items() if "/" in k})
+            return ClusterSnapshot(
+                elapsed_s=self._elapsed_s(),
+                ledger=self._ledger.counts(),
+                generated_tokens=self._ledger.generated_tokens,
+                finished_samples=self._finished["samples"],
+                truncated_samples=self._finished["truncated"],
+                finished_tokens=self._finished["tokens"],
+                counters=counters,
+                phase_s=dict(phases),
+                ages=dict(self._queue.ages),
+                stale_by_length=dict(self._stale_by_length),
+                publication=self._publication,
+                actors=sum(member.serving for member in self._members.values()),
+                restarts=self._restarts,
+                gauges={
+                    name: value
+                    for name, value in gauges.items()
+                    if name.partition("/")[0] in ("history", "ngram")
+                },
+            )
+
+    def config(self) -> ClusterConfig:
+        """As launched."""
+        return self._config
+
+    def actors(self) -> list[ActorInfo]:
+        """The members that serve now."""
+        with self._changed:
+            return [m.info for m in self._members.values() if m.serving and m.info]
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, JSON-able: fates, unfinished requests, finished samples."""
+        with self._changed:
+            requests, samples = self._queue.unfinished()
+            return {
+                "ledger": self._ledger.state(),
+                "elapsed_s": self._elapsed_s(),
+                "unfinished": [request.id for request in requests],
+                "finished": [sample.to_json() for sample in samples],
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over fates and clock of an earlier part of the run; before the first submit."""
+        with self._changed:
+            assert self._first_submit is None, "restore comes before the first submit"
+            self._ledger = Ledger.from_state(state["ledger"])
+            self._elapsed_before_s = state["elapsed_s"]
+
+    # ---- under the lock -------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _version(self) -> int:
+        if self._update_version is None:
+            raise InvalidRequest("no weights are published; call publish first")
+        return self._update_version
+
+    def _elapsed_s(self) -> float:
+        running = time.monotonic() - self._first_submit if self._first_submit else 0.0
+        return self._elapsed_before_s + running
+
+    def _dispatch(self) -> None:
+        """Opens groups as the pace allows and sends their requests to the least loaded members."""
+        for request in self._queue.dispatch():
+            if (sample := self._restored.pop(request.id, None)) is not None:
+                self._ledger.delivered(sample)
+                self._queue.deliver(sample)
+            else:
+                self._to_send.append(request)
+        serving = [member for member in self._members.values() if member.serving]
+        if self._publication is None or not serving:
+            return
+        batches: dict[str, list[RolloutRequest]] = {member.name: [] for member in serving}
+        while self._to_send:
+            # Siblings go to one member, which prefills their prompt once.
+            prompt = self._to_send[0].prompt_ids
+            member = min(serving, key=lambda m: len(m.assigned))
+            while self._to_send and self._to_send[0].prompt_ids == prompt:
+                request = self._to_send.popleft()
+                member.assigned[request.id] = _Assigned(request, time.monotonic())
+                batches[member.name].append(request)
+        for member in serving:
+            if batches[member.name]:
+                member.sent.append(member.handle.submit.remote(batches[member.name]))
+
+    def _receive(self, member: _Member, samples: Sequence[RolloutSample]) -> None:
+        for sample in samples:
+            id_ = sample.request.id
+            assigned = member.assigned.pop(id_, None)
+            if not self._ledger.delivered(sample):
+                continue
+            if sample.finish_reason in ("stop", "length"):
+                self._finished.update(
+                    samples=1,
+                    tokens=len(sample.token_ids),
+                    truncated=sample.finish_reason == "length",
+                )
+                self._queue.deliver(sample)
+                continue
+            by_policy = sample.finish_reason == "abort" and not (assigned and assigned.aborted)
+            if by_policy or self._retries[id_] < self._config.max_retries:
+                self._retries[id_] += not by_policy
+                self._ledger.retried(id_)
+                self._to_send.append(sample.request)
+            else:
+                self._queue.fail(id_)
+                self._retire([sample], "failed")
+
+    def _retire(self, samples: Sequence[RolloutSample], fate: Final) -> None:
+        self._ledger.settle((sample.request.id for sample in samples), fate)
+        self._retired += [Retired(sample, fate) for sample in samples]
+        if fate == "stale":
+            self._stale_by_length.update(_length_class(len(s.token_ids)) for s in samples)
+
+    # ---- supervision ----------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        try:
+            while not self._stopping:
+                self._collect()
+                self._abort_overdue()
+        except Exception as error:  # handed to the learner: a thread has nobody to raise to
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            raise
+
+    def _collect(self) -> None:
+        with self._changed:
+            members = [member for member in self._members.values() if member.serving]
+            for member in members:
+                if member.collecting is None:
+                    member.collecting = member.handle.collect.remote(COLLECT_S)
+                    member.collecting_since = time.monotonic()
+            references = {m.collecting: m for m in members}
+        if not references:
+            time.sleep(POLL_S)
+            return
+        self._confirm_sent(members)
+        ready, _ = ray.wait(list(references), num_returns=1, timeout=COLLECT_S)
+        for reference in ready:
+            self._take_report(references[reference], reference)
+        now = time.monotonic()
+        for member in members:
+            if member.collecting and now - member.collecting_since > self._config.health_timeout_s:
+                self._fence(member, f"no answer for {self._config.health_timeout_s} s")
+
+    def _confirm_sent(self, members: Sequence[_Member]) -> None:
+        """A member that refuses what it was sent is out of step with this process: fence it."""
+        for member in members:
+            if not member.sent:
+                continue
+            done, _ = ray.wait(member.sent, num_returns=len(member.sent), timeout=0)
+            for reference in done:
+                member.sent.remove(reference)
+                try:
+                    ray.get(reference, timeout=POLL_S)
+                except (RayActorError, RayTaskError) as error:
+                    self._fence(member, _first_line(error))
+
+    def _take_report(self, member: _Member, reference: Any) -> None:
+        member.collecting = None
+        try:
+            report = ray.get(reference, timeout=self._config.health_timeout_s)
+        except (RayActorError, RayTaskError, GetTimeoutError) as error:
+            self._fence(member, _first_line(error))
+            return
+        with self._changed:
+            if member.name not in self._members:
+                return
+            member.counters, member.gauges = report.counters, report.gauges
+            if report.samples:
+                self._receive(member, report.samples)
+                self._retire(self._queue.drop_failed(), "failed")
+                self._dispatch()
+                self._changed.notify_all()
+
+    def _abort_overdue(self) -> None:
+        limit = self._config.request_timeout_s
+        now = time.monotonic()
+        with self._changed:
+            for member in list(self._members.values()):
+                overdue = [a for a in member.assigned.values() if now - a.since > limit]
+                if any(now - assigned.since > 2 * limit for assigned in overdue):
+                    self._fence(member, f"a request ran for {2 * limit} s and would not abort")
+                elif fresh := [a for a in overdue if not a.aborted]:
+                    for assigned in fresh:
+                        assigned.aborted = True
+                    member.handle.abort.remote([a.request.id for a in fresh])
+
+    def _fence(self, member: _Member, reason: str) -> None:
+        """Takes a member out of service for good, re-issues what it held, starts another."""
+        with self._changed:
+            if self._members.pop(member.name, None) is None or self._stopping:
+                return
+            member.serving = False
+            self._departed_counters.add(member.counters)
+            self._departed_phases.update(_phases(member.gauges))
+            unfinished = [assigned.request for assigned in member.assigned.values()]
+            self._to_send.extendleft(reversed(unfinished))
+            self._restarts += 1
+            exhausted = self._restarts > self._config.max_restarts
+            if exhausted and not any(m.serving for m in self._members.values()):
+                self._failure = FleetDead(
+                    f"{self._restarts} actors were lost, the last one {member.name}: {reason}"
+                )
+            self._dispatch()
+            self._changed.notify_all()
+        ray.kill(member.handle)
+        print(f"exact-rollout: actor {member.name} replaced: {reason}", flush=True)
+        if not exhausted:
+            threading.Thread(target=self._replace, name="replace", daemon=True).start()
+
+    def _replace(self) -> None:
+        member = self._create_member()
+        try:
+            self._await_up(member)
+        except (ActorFailed, RolloutTimeout, InvalidWeights) as error:
+            self._fence(member, str(error))
+
+
+def tokenise_probe(config: ClusterConfig) -> list[list[int]]:
+    """The probe texts as ids; without a tokenizer, ids spread evenly over the vocabulary."""
+    folder = Path(config.engine.model_folder)
+    vocab_size = read_config(folder).vocab_size
+    if not (folder / "tokenizer.json").is_file():
+        return [[(7 + 13 * i) % vocab_size for i in range(24)]]
+    tokenizer = read_tokenizer(folder)
+    return [tokenizer.encode(text, add_special_tokens=False) for text in config.probe_texts]
+
+
+def _phases(gauges: dict[str, float]) -> dict[str, float]:
+    return {phase: gauges.get(f"seconds/{phase}", 0.0) for phase in PHASES}
+
+
+def _length_class(length: int) -> int:
+    return 1 << max(0, length - 1).bit_length()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=32)
+class ControllerActor(Controller):
+    """A `Controller` in a process of its own, so that it outlives a learner that reconnects."""

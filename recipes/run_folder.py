@@ -1,0 +1,130 @@
+"""The folder of one run: what it was, what it did, and where it can go on from.
+
+    config.yaml      resolved config            metrics.jsonl   one row a step (written by the sink)
+    passport.json    model, machine, versions   samples.jsonl   one line a sample with a final fate
+    summary.json     the closing numbers        report.html     one self-contained page
+    checkpoints/step-000012/                    model and optimiser (safetensors), state.json
+
+A checkpoint is written beside its final name and renamed, so there is never half of one. It notes
+how long the two logs were; going on from it cuts them back to that, so that steps which will be done
+again leave no lines twice.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollout.errors import RunFolderError
+
+LOGS = ("metrics.jsonl", "samples.jsonl")
+KEPT_CHECKPOINTS = 2
+
+
+class RunFolder:
+    """An open run folder; one process writes to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._samples = (path / "samples.jsonl").open("a")
+
+    @staticmethod
+    def create(out: Path, name: str, config_yaml: str) -> "RunFolder":
+        """Makes `out/<time>-<name>`. Raises RunFolderError when it exists or cannot be written."""
+        path = out / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+        try:
+            path.mkdir(parents=True)
+            (path / "checkpoints").mkdir()
+            (path / "config.yaml").write_text(config_yaml)
+        except FileExistsError as error:
+            raise RunFolderError(
+                f"{path} exists already; resume it with --resume, or use another name"
+            ) from error
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot make a run folder in {out}: {error.strerror}; set out= to a folder that "
+                "can be written and has room"
+            ) from error
+        return RunFolder(path)
+
+    @staticmethod
+    def resume(path: Path) -> tuple["RunFolder", "Checkpoint"]:
+        """Opens a run at its last checkpoint. Raises RunFolderError when there is none."""
+        if not (path / "config.yaml").is_file():
+            raise RunFolderError(f"{path}: no config.yaml; expected a run folder")
+        names = sorted((path / "checkpoints").glob("step-*"))
+        if not names:
+            raise RunFolderError(f"{path}: no checkpoint to go on from; start the run again")
+        checkpoint = Checkpoint(names[-1])
+        for log, length in checkpoint.state["log_bytes"].items():
+            _cut(path / log, length)
+        return RunFolder(path), checkpoint
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        (self.path / name).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def write_sample(self, line: Mapping[str, Any]) -> None:
+        """Appends one sample; flushed, so that what was settled is on disk."""
+        self._samples.write(json.dumps(line, allow_nan=False) + "\n")
+        self._samples.flush()
+
+    def checkpoint(
+        self,
+        step: int,
+        model: Mapping[str, torch.Tensor],
+        optimiser: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+    ) -> None:
+        """Writes one checkpoint and removes all but the newest few. Raises RunFolderError."""
+        folder = self.path / "checkpoints"
+        sizes = {log: os.path.getsize(self.path / log) for log in LOGS if (self.path / log).exists()}
+        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
+        try:
+            save_file({k: t.contiguous() for k, t in model.items()}, partial / "model.safetensors")
+            save_file(dict(optimiser), partial / "optimiser.safetensors")
+            (partial / "state.json").write_text(json.dumps({**state, "log_bytes": sizes}))
+            final = folder / f"step-{step:06d}"
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RunFolderError(
+                f"checkpoint at step {step} could not be written: {error.strerror}; earlier ones "
+                "are whole"
+            ) from error
+        for old in sorted(folder.glob("step-*"))[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old)
+
+    def close(self) -> None:
+        self._samples.close()
+
+
+class Checkpoint:
+    """One written checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state: dict[str, Any] = json.loads((path / "state.json").read_text())
+
+    def model(self) -> dict[str, torch.Tensor]:
+        return load_file(self.path / "model.safetensors")
+
+    def optimiser(self) -> dict[str, torch.Tensor]:
+        return load_file(self.path / "optimiser.safetensors")
+
+
+def _cut(log: Path, length: int) -> None:
+    """Shortens a log to what it was; a shorter one has lost lines and cannot be gone on from."""
+    size = log.stat().st_size if log.exists() else 0
+    if size < length:
+        raise RunFolderError(f"{log} has {size} bytes, the checkpoint saw {length}: lines are lost")
+    if size:
+        os.truncate(log, length)
