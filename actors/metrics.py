@@ -9,6 +9,7 @@ A metric's unit is in its name; `*_rate` and `*_share` are in 0..1.
 from dataclasses import dataclass, field
 
 from quant.drift import Drift
+from rollout.ledger import Ledger
 from rollout.request import SpecCounters
 
 PHASES = ("prefill", "propose", "score", "verify", "commit")
@@ -50,6 +51,25 @@ class ClusterSnapshot:
     actors: int
     restarts: int
     gauges: dict[str, float] = field(default_factory=dict)
+
+    @staticmethod
+    def zero() -> "ClusterSnapshot":
+        """The moment before anything happened."""
+        return ClusterSnapshot(
+            elapsed_s=0.0,
+            ledger=Ledger().counts(),
+            generated_tokens=0,
+            finished_samples=0,
+            truncated_samples=0,
+            finished_tokens=0,
+            counters=SpecCounters(),
+            phase_s={},
+            ages={},
+            stale_by_length={},
+            publication=None,
+            actors=0,
+            restarts=0,
+        )
 
 
 def metrics_row(before: ClusterSnapshot, now: ClusterSnapshot) -> dict[str, float]:

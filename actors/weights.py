@@ -88,4 +88,3 @@ class WeightPublisher:
     def _reference(self, named: Iterable[tuple[str, torch.Tensor]]) -> np.ndarray:
         full = pack(named, self._config, FORMATS["none"], torch.float32)
         return self._probe.logits(self._full.load(full)).log_softmax(-1).numpy()
-

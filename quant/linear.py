@@ -84,9 +84,7 @@ class Int8WeightOnlyLinear:
         return y if self._bias is None else y + self._bias
 
     def tensors(self) -> list[torch.Tensor]:
-        return [
-            t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None
-        ]
+        return [t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None]
 
 
 class Int8DynamicLinear:
@@ -97,9 +95,7 @@ class Int8DynamicLinear:
         self._weight, self._bias = weight, bias
         self._integer = weight.values.device.type == "cpu" and has_vnni()
         self.kernel = (
-            "torch._int_mm"
-            if self._integer
-            else "float32 GEMM over int8 values (no VNNI here)"
+            "torch._int_mm" if self._integer else "float32 GEMM over int8 values (no VNNI here)"
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,6 +109,4 @@ class Int8DynamicLinear:
         return y if self._bias is None else y + self._bias
 
     def tensors(self) -> list[torch.Tensor]:
-        return [
-            t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None
-        ]
+        return [t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None]

@@ -212,7 +212,10 @@ def documented_options(
     schema: type = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, Any, str, tuple[str, ...]]]:
     """(dotted name, default, sentence, choices) of every option."""
-    defaults, hints = schema(**({"name": "NAME"} if schema is RunConfig else {})), get_type_hints(schema)
+    defaults, hints = (
+        schema(**({"name": "NAME"} if schema is RunConfig else {})),
+        get_type_hints(schema),
+    )
     for item in fields(schema):
         if is_dataclass(hints[item.name]):
             yield from documented_options(hints[item.name], f"{prefix}{item.name}.")

@@ -115,9 +115,7 @@ class Learner:
             self.model.parameters(), lr=config.learning_rate, weight_decay=0.0, fused=True
         )
 
-    def step(
-        self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]
-    ) -> StepStats:
+    def step(self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]) -> StepStats:
         """One optimiser step on whole groups."""
         started = time.perf_counter()
         packed = [pack_group(group) for group in groups]

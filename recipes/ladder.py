@@ -110,7 +110,9 @@ class Ladder:
         self, weights: str, speculative: bool, requests: Sequence[RolloutRequest]
     ) -> tuple[float, list[RolloutSample]]:
         """Seconds and samples, in order of request."""
-        spec = self._specs[weights] if speculative else replace(self._specs[weights], proposer="none")
+        spec = (
+            self._specs[weights] if speculative else replace(self._specs[weights], proposer="none")
+        )
         proposer = make_proposer(spec)
         if isinstance(proposer, HistoryProposer):
             for sample in self._history:

@@ -57,7 +57,9 @@ def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
         "mode": config.mode,
         "quant": {
             "format": config.quant,
-            "block matrices": "INT8 per output channel" if config.quant != "none" else "not quantised",
+            "block matrices": "INT8 per output channel"
+            if config.quant != "none"
+            else "not quantised",
             "excluded": ["embedding", "output head", "norms"],
         },
         "proposer": config.proposer,
@@ -107,4 +109,7 @@ def _git() -> dict[str, Any]:
         return done.stdout.strip() if done.returncode == 0 else None
 
     status = git("status", "--porcelain")
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(status) if status is not None else None}
+    return {
+        "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(status) if status is not None else None,
+    }

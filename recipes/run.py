@@ -320,9 +320,7 @@ def _ladder(
     requests = [sample.request for sample in recorder.recent[-size:]]
     prompts = {request.prompt_ids for request in requests}
     history = [s for s in recorder.recent[:-size] if s.request.prompt_ids in prompts]
-    probe_ids = [
-        tokenizer.encode(text, add_special_tokens=False) for text in _probe_texts(config)
-    ]
+    probe_ids = [tokenizer.encode(text, add_special_tokens=False) for text in _probe_texts(config)]
     ladder = Ladder(
         engine_spec(config, folder_of_model),
         {name: p.detach() for name, p in learner.model.named_parameters()},

@@ -84,7 +84,9 @@ class RunFolder:
     ) -> None:
         """Writes one checkpoint and removes all but the newest few. Raises RunFolderError."""
         folder = self.path / "checkpoints"
-        sizes = {log: os.path.getsize(self.path / log) for log in LOGS if (self.path / log).exists()}
+        sizes = {
+            log: os.path.getsize(self.path / log) for log in LOGS if (self.path / log).exists()
+        }
         partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
         try:
             save_file({k: t.contiguous() for k, t in model.items()}, partial / "model.safetensors")

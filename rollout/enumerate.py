@@ -87,8 +87,6 @@ def enumerate_outcomes(
             return dict(law)
 
 
-def total_variation(
-    one: dict[Outcome, float], other: dict[Outcome, float]
-) -> float:
+def total_variation(one: dict[Outcome, float], other: dict[Outcome, float]) -> float:
     """Half the L1 distance of two laws."""
     return 0.5 * sum(abs(one.get(o, 0.0) - other.get(o, 0.0)) for o in one.keys() | other.keys())

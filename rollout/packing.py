@@ -68,7 +68,8 @@ def unpack(
             )
         scales = packed[name + SCALE] if name in quantised else None
         if scales is not None and (
-            scales.dtype != format_.scale_dtype or not bool((scales.isfinite() & (scales > 0)).all())
+            scales.dtype != format_.scale_dtype
+            or not bool((scales.isfinite() & (scales > 0)).all())
         ):
             raise InvalidWeights(f"{name + SCALE}: expected finite {format_.scale_dtype} above 0")
         if scales is None and not bool(tensor.isfinite().all()):

@@ -132,7 +132,9 @@ class RolloutSample:
             len(self.kept_mass),
             sum(num for _, num in self.version_spans),
         }
-        assert len(lengths) == 1, f"per-token lists of {self.request.id} differ in length: {lengths}"
+        assert len(lengths) == 1, (
+            f"per-token lists of {self.request.id} differ in length: {lengths}"
+        )
 
     @property
     def oldest_version(self) -> int | None:

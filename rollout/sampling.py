@@ -41,7 +41,12 @@ class SamplingParams:
                 self.temperature,
                 "a finite number >= 0 (0 is greedy)",
             ),
-            (self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0 keeps the whole vocabulary)"),
+            (
+                self.top_k >= 0,
+                "top_k",
+                self.top_k,
+                "an integer >= 0 (0 keeps the whole vocabulary)",
+            ),
             (0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1] (1 keeps all)"),
             (0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1] (0 keeps all)"),
             (self.min_tokens >= 0, "min_tokens", self.min_tokens, "an integer >= 0"),

@@ -48,9 +48,7 @@ def table_engine(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> NativeEngine:
     """An engine over a table, at version 0."""
-    policy = TablePolicy(
-        table, vocab_size=vocab_size, context_len=context_len, num_slots=num_slots
-    )
+    policy = TablePolicy(table, vocab_size=vocab_size, context_len=context_len, num_slots=num_slots)
     engine = NativeEngine(
         policy,
         proposer or NoProposer(),

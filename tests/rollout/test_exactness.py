@@ -27,9 +27,7 @@ LAWS = {
     "top_k": SamplingParams(max_new_tokens=4, top_k=2),
     "top_p": SamplingParams(max_new_tokens=4, top_p=0.8),
     "min_p": SamplingParams(max_new_tokens=4, min_p=0.3),
-    "all filters": SamplingParams(
-        max_new_tokens=4, temperature=1.3, top_k=2, top_p=0.9, min_p=0.1
-    ),
+    "all filters": SamplingParams(max_new_tokens=4, temperature=1.3, top_k=2, top_p=0.9, min_p=0.1),
     "stop": SamplingParams(max_new_tokens=4, stop_token_ids=(2,)),
     "min_tokens": SamplingParams(max_new_tokens=4, min_tokens=2, stop_token_ids=(2, 1)),
 }
@@ -84,9 +82,7 @@ def test_history_drafts_leave_the_joint_law_of_a_group_alone() -> None:
         engine = table_engine(
             TARGET, V, proposer=HistoryProposer(), draft_len=2, draws_for=lambda _: draws
         )
-        samples = run(
-            engine, [request(n, sampling=sampling, prompt_id="p") for n in ("a", "b")]
-        )
+        samples = run(engine, [request(n, sampling=sampling, prompt_id="p") for n in ("a", "b")])
         return samples["a"].token_ids, samples["b"].token_ids
 
     one = plain_law(TARGET, (0,), sampling, V)

@@ -1,0 +1,165 @@
+"""The `rollout` command.
+
+Exit codes: 0 done, 1 the run or the check failed, 2 bad use (options, model, folder), 130 stopped by
+the user. Errors are one line on stderr; `--json` puts one JSON object on the last line of stdout.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.threads import thread_environment
+
+# Before torch is imported by anything below: waiting threads must not spin (see actors.threads).
+for _name, _value in thread_environment(len(os.sched_getaffinity(0))).items():
+    os.environ.setdefault(_name, _value)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from recipes.config import documented_options, load_config  # noqa: E402
+from rollout.errors import (  # noqa: E402
+    InvalidConfig,
+    InvalidRequest,
+    RolloutError,
+    RunFolderError,
+    UnsupportedModel,
+)
+
+BAD_USE = (InvalidConfig, InvalidRequest, RunFolderError, UnsupportedModel)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Parses the command line and runs one command; its exit code."""
+    arguments = _parser().parse_args(words)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except BAD_USE as error:
+        return _fail(arguments, error, 2)
+    except (RolloutError, FloatingPointError) as error:
+        return _fail(arguments, error, 1)
+    except KeyboardInterrupt:
+        return _fail(arguments, KeyboardInterrupt("stopped at once"), 130)
+
+
+def _fail(arguments: argparse.Namespace, error: BaseException, code: int) -> int:
+    print(f"rollout: {error}", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"error": str(error), "kind": type(error).__name__}))
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollout",
+        description="Exact speculative rollouts for RL post-training, on Ray.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = _command(commands, "run", _run, "train from a recipe, or go on with a run")
+    run.add_argument("recipe", nargs="?", type=Path, help="YAML file of options")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="options over the recipe's")
+    run.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder")
+    run.epilog = "options:\n" + _options_text()
+    launch = _command(commands, "launch", _launch, "keep a named rollout cluster up")
+    launch.add_argument("recipe", type=Path, help="YAML file; model, mode, actors and draft count")
+    launch.add_argument("overrides", nargs="*", metavar="key=value")
+    launch.add_argument("--detach", action="store_true", help="return once the cluster is up")
+    stop = _command(commands, "stop", _stop, "end a named cluster")
+    stop.add_argument("name")
+    status = _command(commands, "status", _status, "show a named cluster, or a run folder")
+    status.add_argument(
+        "target", nargs="?", help="cluster name or run folder; all clusters if none"
+    )
+    report = _command(commands, "report", _report, "write a run's page again")
+    report.add_argument("run", type=Path)
+    _command(commands, "doctor", _doctor, "check this machine and installation")
+    return parser
+
+
+def _command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _options_text() -> str:
+    lines = []
+    for name, default, doc, choices in documented_options():
+        words = f" [{' | '.join(choices)}]" if len(choices) > 1 else ""
+        shown = "null" if default is None else default
+        lines.append(f"  {name}={shown}{words}\n      {doc}")
+    return "\n".join(lines)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from recipes.run import run
+    from recipes.summary import print_summary
+
+    if arguments.resume is not None:
+        words = [str(arguments.recipe), *arguments.overrides] if arguments.recipe else []
+        config = load_config(arguments.resume / "config.yaml", words)
+    elif arguments.recipe is None:
+        raise InvalidConfig(
+            "no recipe: give a YAML file, as in rollout run recipes/quickstart.yaml"
+        )
+    else:
+        config = load_config(arguments.recipe, arguments.overrides)
+    summary = run(config, arguments.resume)
+    if arguments.json:
+        print(json.dumps(summary))
+    else:
+        print_summary(summary)
+    return 130 if summary["ended"] == "interrupted" else 0
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from recipes.clusters import launch
+
+    return launch(arguments.recipe, arguments.overrides, arguments.detach, arguments.json)
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from recipes.clusters import stop
+
+    return stop(arguments.name, arguments.json)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from recipes.clusters import status
+
+    return status(arguments.target, arguments.json)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from recipes.report import write_report
+
+    if not arguments.run.is_dir():
+        raise RunFolderError(f"{arguments.run}: no such run folder")
+    page = write_report(arguments.run)
+    print(json.dumps({"report": str(page)}) if arguments.json else page)
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from recipes.doctor import examine, print_findings
+
+    findings = examine()
+    if arguments.json:
+        print(json.dumps({"findings": [finding.to_json() for finding in findings]}))
+    else:
+        print_findings(findings)
+    return 0 if all(finding.ok for finding in findings if finding.needed) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
