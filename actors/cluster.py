@@ -7,6 +7,7 @@ version, so that a replaced actor gets it also when the learner is gone.
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -14,7 +15,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.config import ClusterConfig
-from actors.controller import ControllerActor, Retired, tokenise_probe
+from actors.controller import RemoteController, Retired, tokenise_probe
 from actors.group_queue import RolloutGroup
 from actors.metrics import ClusterSnapshot, Publication
 from actors.ray_session import start_ray
@@ -41,7 +42,7 @@ class RolloutCluster:
         With a `name` others may connect to it."""
         start_ray()
         options = {"name": _actor_name(name)} if name else {}
-        controller = ControllerActor.options(**options).remote(config, tokenise_probe(config))
+        controller = RemoteController.options(**options).remote(config, tokenise_probe(config))
         cluster = RolloutCluster(controller, config, owned=True)
         try:
             cluster._ask(controller.start.remote(), config.start_timeout_s + CONTROL_TIMEOUT_S)
@@ -58,7 +59,7 @@ class RolloutCluster:
             controller = ray.get_actor(_actor_name(name))
         except ValueError as error:
             raise FleetDead(f"no cluster named {name!r} at {address}") from error
-        config = ray.get(controller.config.remote(), timeout=CONTROL_TIMEOUT_S)
+        config: Any = ray.get(controller.config.remote(), timeout=CONTROL_TIMEOUT_S)
         return RolloutCluster(controller, config, owned=False)
 
     # ---- requests -------------------------------------------------------------------------
@@ -104,10 +105,17 @@ class RolloutCluster:
         """Packs named weights and puts them in force on every actor. Raises InvalidWeights and
         leaves the old version whole."""
         started = time.time()
-        update = self._publisher.pack(version, weights)
-        reference = ray.put(update)
-        limit = 2 * self.config.publish_timeout_s + self.config.start_timeout_s + CONTROL_TIMEOUT_S
-        return self._ask(self._controller.publish.remote([reference], version, started), limit)
+        named = list(weights)
+        update = self._publisher.pack(version, named)
+        begun = self._controller.begin.remote([ray.put(update)], version)
+        reference = self._publisher.reference(named)  # while the actors build theirs
+        self._ask(begun, self._publish_limit_s)
+        commit = self._controller.commit.remote(version, reference, started)
+        return self._ask(commit, self._publish_limit_s)
+
+    @property
+    def _publish_limit_s(self) -> float:
+        return self.config.start_timeout_s + self.config.publish_timeout_s + CONTROL_TIMEOUT_S
 
     # ---- state ----------------------------------------------------------------------------
 
@@ -132,10 +140,8 @@ class RolloutCluster:
         if not self._owned:
             return
         self._owned = False
-        try:
+        with suppress(FleetDead, RolloutTimeout):  # gone already is what was wanted
             self._ask(self._controller.shutdown.remote(), timeout_s=10.0)
-        except (FleetDead, RolloutTimeout):
-            pass  # it is gone already, which is what was wanted
         ray.kill(self._controller)
 
     def __enter__(self) -> "RolloutCluster":

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.config import ClusterConfig
 from actors.group_queue import GroupQueue, RolloutGroup
 from actors.metrics import PHASES, ClusterSnapshot, Publication
-from actors.rollout_actor import ActorInfo, Prepared, RolloutActor
+from actors.rollout_actor import ActorInfo, Begun, Committed, RemoteRolloutActor
 from actors.threads import thread_environment
 from rollout.admission import check_request
 from rollout.checkpoint import read_config, read_tokenizer
@@ -58,6 +59,26 @@ class _Member:
 
 
 @dataclass(frozen=True, slots=True)
+class _Begun:
+    """An update that members have built and do not run."""
+
+    reference: Any
+    version: int
+    answers: dict[str, Begun]
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """The update in force, kept for members to come."""
+
+    weights: Any
+    """Object reference of the WeightUpdate."""
+    version: int
+    reference: np.ndarray
+    started: float
+
+
+@dataclass(frozen=True, slots=True)
 class Retired:
     """A sample that no learner will see, and why."""
 
@@ -84,9 +105,8 @@ class Controller:
         self._retries: Counter[str] = Counter()
         self._retired: list[Retired] = []
         self._publication: Publication | None = None
-        self._update: Any = None  # reference to the current WeightUpdate
-        self._update_version: int | None = None
-        self._update_started = 0.0
+        self._begun: _Begun | None = None
+        self._update: _Update | None = None
         self._failure: Exception | None = None
         self._stopping = False
         self._restarts = self._started = 0
@@ -123,7 +143,7 @@ class Controller:
         cores = self._config.cpus_per_actor
         name = f"rollout-{self._started}"
         self._started += 1
-        handle = RolloutActor.options(
+        handle = RemoteRolloutActor.options(
             num_cpus=cores, runtime_env={"env_vars": thread_environment(cores)}
         ).remote(name, self._config.engine, cores, self._probe_ids)
         member = _Member(name, handle)
@@ -135,18 +155,16 @@ class Controller:
         """Waits for a member, brings it to the current version and lets it serve."""
         member.info = self._ask(member, member.handle.info.remote(), self._config.start_timeout_s)
         with self._publishing:
-            swap_s = 0.0
-            prepared: Prepared | None = None
+            begun: Begun | None = None
             if self._update is not None:
-                limit, in_flight = self._config.publish_timeout_s, self._config.in_flight
-                prepared = self._ask(member, member.handle.begin.remote(self._update), limit)
-                assert prepared is not None
-                commit = member.handle.commit.remote(prepared.version, in_flight, limit)
-                swap_s = self._ask(member, commit, limit)
+                limit = self._config.publish_timeout_s
+                begin = member.handle.begin.remote(self._update.weights)
+                begun = self._ask(member, begin, limit)
+                committed = self._ask(member, self._commit_call(member), limit)
             with self._changed:
                 member.serving = True
-                if prepared is not None and self._published_version() != prepared.version:
-                    self._put_in_force({member.name: prepared}, {member.name: swap_s})
+                if begun is not None and self._published_version() != begun.version:
+                    self._put_in_force({member.name: begun}, {member.name: committed})
                 self._changed.notify_all()
 
     def _ask(self, member: _Member, reference: Any, timeout_s: float) -> Any:
@@ -237,28 +255,50 @@ class Controller:
             retired, self._retired = self._retired, []
             return retired
 
-    def publish(self, boxed_update: Sequence[Any], version: int, started: float) -> Publication:
-        """begin on every serving member, then commit on all. A member that refuses the update fails
-        it for all: the old version stays whole. One that dies or stalls is fenced off and replaced;
-        when it was the last, the call waits for its replacement.
-        """
+    def begin(self, boxed_update: Sequence[Any], version: int) -> None:
+        """First half of a publish: every serving member builds the update beside what it runs. One
+        that refuses it fails it for all: the old version stays whole."""
         with self._publishing:
             self._check()
-            current = self._update_version
+            current = self._update.version if self._update else None
             if current is not None and version <= current:
                 raise InvalidWeights(f"version {version}: expected one above {current}")
             # Owned by this process from here on: the learner may leave, a new member will need it.
-            update = ray.put(ray.get(boxed_update[0], timeout=self._config.publish_timeout_s))
-            begun = self._on_all(lambda m: m.handle.begin.remote(update), abandon=version)
-            self._update, self._update_version, self._update_started = update, version, started
-            limit, in_flight = self._config.publish_timeout_s, self._config.in_flight
-            swapped: dict[str, float] = self._on_all(
-                lambda m: m.handle.commit.remote(version, in_flight, limit)
+            own = ray.put(ray.get(boxed_update[0], timeout=self._config.publish_timeout_s))
+            begun = self._on_all(
+                self._serving(), lambda m: m.handle.begin.remote(own), abandon=version
             )
+            self._begun = _Begun(own, version, begun)
+
+    def commit(self, version: int, reference: np.ndarray, started: float) -> Publication:
+        """Second half: all members swap between two rounds. One that dies or stalls is fenced off
+        and replaced; when it was the last, the call waits for its replacement."""
+        with self._publishing:
+            self._check()
+            if self._begun is None or self._begun.version != version:
+                raise InvalidWeights(f"version {version} was not begun")
+            begun, self._begun = self._begun, None
+            self._update = _Update(begun.reference, version, reference, started)
+            late = [m for m in self._serving() if m.name not in begun.answers]
+            begun.answers.update(
+                self._on_all(late, lambda m: m.handle.begin.remote(begun.reference))
+            )
+            swapped = self._on_all(self._serving(), self._commit_call)
             if swapped:
                 with self._changed:
-                    self._put_in_force(begun, swapped)
+                    self._put_in_force(begun.answers, swapped)
         return self._await_version(version)
+
+    def _commit_call(self, member: _Member) -> Any:
+        assert self._update is not None
+        config, update = self._config, self._update
+        return member.handle.commit.remote(
+            update.version, update.reference, config.in_flight, config.publish_timeout_s
+        )
+
+    def _serving(self) -> list[_Member]:
+        with self._changed:
+            return [member for member in self._members.values() if member.serving]
 
     def _await_version(self, version: int) -> Publication:
         limit = self._config.start_timeout_s + self._config.publish_timeout_s
@@ -270,17 +310,18 @@ class Controller:
                     raise RolloutTimeout(f"version {version}: no actor took it in {limit} s")
             return self._publication
 
-    def _put_in_force(self, begun: dict[str, Prepared], swapped: dict[str, float]) -> None:
-        """Records the version that members now run. Drift is the largest any of them measured."""
-        worst = max(begun.values(), key=lambda prepared: prepared.drift.kl)
+    def _put_in_force(self, begun: dict[str, Begun], swapped: dict[str, Committed]) -> None:
+        """Records the version that members now run, with the largest drift any of them measured."""
+        assert self._update is not None
+        name, worst = max(swapped.items(), key=lambda item: item[1].drift.kl)
         self._publication = Publication(
-            version=worst.version,
-            digest=worst.digest,
+            version=begun[name].version,
+            digest=begun[name].digest,
             drift=worst.drift,
-            weights_bytes=worst.weights_bytes,
-            kernels=worst.kernels,
-            publish_s=time.time() - self._update_started,
-            swap_s=max(swapped.values()),
+            weights_bytes=begun[name].weights_bytes,
+            kernels=begun[name].kernels,
+            publish_s=time.time() - self._update.started,
+            swap_s=max(answer.swap_s for answer in swapped.values()),
         )
         self._queue.published()
         self._dispatch()
@@ -290,12 +331,14 @@ class Controller:
         return self._publication.version if self._publication else None
 
     def _on_all(
-        self, call: Callable[[_Member], Any], *, abandon: int | None = None
+        self,
+        members: Sequence[_Member],
+        call: Callable[[_Member], Any],
+        *,
+        abandon: int | None = None,
     ) -> dict[str, Any]:
-        """Answers of the serving members; those that fail to answer are fenced off. With `abandon`
-        a refusal (a project error) withdraws that version everywhere and is raised."""
-        with self._changed:
-            members = [member for member in self._members.values() if member.serving]
+        """Answers by member; those that fail to answer are fenced off. With `abandon` a refusal (a
+        project error) withdraws that version everywhere and is raised."""
         references = {member.name: call(member) for member in members}
         answers: dict[str, Any] = {}
         for member in members:
@@ -378,9 +421,9 @@ class Controller:
             raise self._failure
 
     def _version(self) -> int:
-        if self._update_version is None:
+        if self._update is None:
             raise InvalidRequest("no weights are published; call publish first")
-        return self._update_version
+        return self._update.version
 
     def _elapsed_s(self) -> float:
         running = time.monotonic() - self._first_submit if self._first_submit else 0.0
@@ -446,11 +489,10 @@ class Controller:
             while not self._stopping:
                 self._collect()
                 self._abort_overdue()
-        except Exception as error:  # handed to the learner: a thread has nobody to raise to
+        except Exception as error:  # noqa: BLE001  # a thread has nobody to raise to: `_check` does
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
-            raise
 
     def _collect(self) -> None:
         with self._changed:
@@ -568,6 +610,6 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=32)
-class ControllerActor(Controller):
-    """A `Controller` in a process of its own, so that it outlives a learner that reconnects."""
+OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 32}
+RemoteController: Any = ray.remote(**OPTIONS)(Controller)
+"""A `Controller` in a process of its own, so that it outlives a learner that reconnects."""

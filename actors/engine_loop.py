@@ -50,11 +50,10 @@ class EngineLoop:
             while self._take_inbox():
                 samples = self._engine.step()
                 self._after_round(samples)
-        except BaseException as failure:  # handed to the callers: a thread has nobody to raise to
+        except BaseException as failure:  # a thread has nobody to raise to: its callers raise it
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
-            raise
 
     def _take_inbox(self) -> bool:
         """Waits for work and applies what came in; False when it is time to stop."""

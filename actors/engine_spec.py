@@ -84,7 +84,7 @@ def make_decode(spec: EngineSpec) -> Decode | None:
     if not (Path(spec.model_folder) / "tokenizer.json").is_file():
         return None
     tokenizer = read_tokenizer(Path(spec.model_folder))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def make_engine(spec: EngineSpec) -> NativeEngine:

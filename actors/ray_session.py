@@ -1,5 +1,6 @@
 """Ray on this machine: started quietly, on loopback, and left as it was found."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> boo
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; also silences a warning
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray runs workers at niceness 15: beside a learner on the same cores they would starve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     if address is not None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         return True
@@ -29,7 +32,7 @@ def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> boo
         namespace=NAMESPACE,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         _node_ip_address=LOOPBACK,
     )
     return True

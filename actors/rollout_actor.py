@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -32,19 +33,33 @@ class ActorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """An actor's answer to `begin`: the update is built and judged, not in force."""
+class Begun:
+    """An actor's answer to `begin`: the update is built, not in force."""
 
     version: int
     digest: str
-    drift: Drift
     weights_bytes: int
     kernels: dict[str, str]
-    seconds: float
 
 
-class RolloutHost:
-    """What a rollout actor does, without Ray."""
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An actor's answer to `commit`: the update is in force."""
+
+    drift: Drift
+    swap_s: float
+    """Wait for the end of the round in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    weights: Any
+    digest: str
+    probe_logits: torch.Tensor  # [N, V]
+
+
+class RolloutActor:
+    """One engine, its loop and its probe; a plain object, `RemoteRolloutActor` runs it in Ray."""
 
     def __init__(
         self, name: str, spec: EngineSpec, num_cores: int, probe_ids: Sequence[Sequence[int]]
@@ -52,7 +67,7 @@ class RolloutHost:
         torch.set_num_threads(num_cores)
         self._engine = make_engine(spec)
         self._loop = EngineLoop(self._engine)
-        self._prepared: dict[int, tuple[Any, str]] = {}
+        self._prepared: dict[int, _Prepared] = {}
         self._probe = DriftProbe(
             make_policy(spec, num_slots=len(probe_ids), context_len=max(map(len, probe_ids))),
             probe_ids,
@@ -70,35 +85,36 @@ class RolloutHost:
     def info(self) -> ActorInfo:
         return self._info
 
-    def begin(self, update: WeightUpdate) -> Prepared:
-        """Builds an update beside the weights in force and measures its drift."""
-        started = time.perf_counter()
+    def begin(self, update: WeightUpdate) -> Begun:
+        """Builds an update beside the weights in force and runs the probe on it."""
         prepared = self._engine.prepare(update.tensors())
         logits = self._probe.logits(prepared)
         if not bool(logits.isfinite().all()):
             raise InvalidWeights(f"version {update.version}: logits on the probe are not finite")
-        self._prepared[update.version] = (prepared, update.digest)
-        return Prepared(
-            version=update.version,
-            digest=update.digest,
-            drift=measure_drift(
-                torch.from_numpy(update.reference.copy()), logits, self._probe.next_tokens
-            ),
-            weights_bytes=prepared.bytes(),
-            kernels=prepared.kernels(),
-            seconds=time.perf_counter() - started,
-        )
+        self._prepared[update.version] = _Prepared(prepared, update.digest, logits)
+        return Begun(update.version, update.digest, prepared.bytes(), prepared.kernels())
 
-    def commit(self, version: int, in_flight: InFlight, timeout_s: float) -> float:
-        """Puts a prepared update in force between two rounds; seconds it took."""
-        started = time.perf_counter()
+    def commit(
+        self, version: int, reference: np.ndarray, in_flight: InFlight, timeout_s: float
+    ) -> Committed:
+        """Puts a begun update in force between two rounds, and compares its probe with
+        full precision's log-probabilities [N, V]."""
         if version not in self._prepared:
             raise InvalidWeights(f"version {version} was not begun on {self._info.name}")
-        prepared, digest = self._prepared.pop(version)
+        prepared = self._prepared.pop(version)
+        started = time.perf_counter()
         self._loop.load(
-            prepared, version=version, digest=digest, in_flight=in_flight, timeout_s=timeout_s
+            prepared.weights,
+            version=version,
+            digest=prepared.digest,
+            in_flight=in_flight,
+            timeout_s=timeout_s,
         )
-        return time.perf_counter() - started
+        swap_s = time.perf_counter() - started
+        drift = measure_drift(
+            torch.from_numpy(reference.copy()), prepared.probe_logits, self._probe.next_tokens
+        )
+        return Committed(drift, swap_s)
 
     def abandon(self, version: int) -> None:
         """Forgets a prepared update."""
@@ -117,7 +133,7 @@ class RolloutHost:
         self._loop.stop()
 
 
-@ray.remote(max_restarts=0, max_concurrency=8)
-class RolloutActor(RolloutHost):
-    """A `RolloutHost` in a process of its own. Not restarted by Ray: a new one must hold the current
-    weights before it serves, which the controller sees to."""
+OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_concurrency": 8}
+RemoteRolloutActor: Any = ray.remote(**OPTIONS)(RolloutActor)
+"""A `RolloutActor` in a process of its own. Ray does not restart it: a new one must hold the current
+weights before it serves, which the controller sees to."""

@@ -30,8 +30,6 @@ class WeightUpdate:
     digest: str
     arrays: dict[str, np.ndarray]
     dtypes: dict[str, str]
-    reference: np.ndarray
-    """Full-precision log-probabilities [N, V] on the probe sequences."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The packed tensors, sharing the arrays' memory. Raises InvalidWeights when their digest
@@ -79,12 +77,13 @@ class WeightPublisher:
 
     def pack(self, version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Raises InvalidWeights for an incomplete or non-finite set."""
-        named = [(name, tensor.detach().cpu()) for name, tensor in named]
-        format_, dtype = FORMATS[self._spec.format], self._spec.torch_dtype
-        packed = pack(named, self._config, format_, dtype)
+        cpu = [(name, tensor.detach().cpu()) for name, tensor in named]
+        packed = pack(cpu, self._config, FORMATS[self._spec.format], self._spec.torch_dtype)
         arrays, dtypes = to_arrays(packed)
-        return WeightUpdate(version, digest(packed), arrays, dtypes, self._reference(named))
+        return WeightUpdate(version, digest(packed), arrays, dtypes)
 
-    def _reference(self, named: Iterable[tuple[str, torch.Tensor]]) -> np.ndarray:
-        full = pack(named, self._config, FORMATS["none"], torch.float32)
+    def reference(self, named: Iterable[tuple[str, torch.Tensor]]) -> np.ndarray:
+        """Full-precision log-probabilities [N, V] of the same weights on the probe sequences."""
+        cpu = [(name, tensor.detach().cpu()) for name, tensor in named]
+        full = pack(cpu, self._config, FORMATS["none"], torch.float32)
         return self._probe.logits(self._full.load(full)).log_softmax(-1).numpy()

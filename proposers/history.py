@@ -7,8 +7,8 @@ is long enough or nothing is left. Every drafted token is a point mass, so old r
 influenced the weights bias nothing: verification emits what plain sampling would.
 
 Memory is bounded in tokens. Whole rollouts are evicted, oldest first, never one in flight; while
-nothing can be evicted, new tokens wait unrecorded. Nothing crosses prompts: the key is the prompt itself,
-its token ids, so a reused prompt id with another prompt starts empty.
+nothing can be evicted, new tokens wait unrecorded. Nothing crosses prompts: the key is the prompt
+itself, its token ids, so a reused prompt id with another prompt starts empty.
 """
 
 from collections import Counter, OrderedDict, defaultdict

@@ -1,8 +1,11 @@
 """INT8 weights, symmetric per output channel, and INT8 activations, symmetric per token.
 
 w ~ scale * q with q = round(w / scale) in [-127, 127] (ties to even, as torch rounds; -128 is never
-used) and scale = absmax / 127 of the channel. An all-zero channel has scale 1 and exact zeros back.
-This is the grid of `compressed-tensors` "int-quantized", strategies channel and token.
+used) and scale = absmax / 127 of the channel. An all-zero channel has scale 1 and exact zeros back;
+so has one so small that its scale would be 0 in float32.
+Stored and rounded as `compressed-tensors` "int-quantized" does, strategies channel and token: given
+the scales, the values are the same bit for bit. The scale rule is `torchao`'s reduced symmetric
+range; `compressed-tensors` itself would take absmax / 127.5 and use -128.
 
 Two uses of the same weights:
 - W8A16: activations stay in bf16; scales are rounded to bf16 *before* the weights are, since the
@@ -31,7 +34,7 @@ def quantise_weight(weight: torch.Tensor, scale_dtype: torch.dtype) -> Int8Weigh
     absmax = weight.abs().amax(-1)  # [out]
     if not bool(absmax.isfinite().all()):
         raise ValueError("weight holds NaN or infinity")
-    scales = torch.where(absmax > 0, absmax / LIMIT, 1.0).to(scale_dtype)
+    scales = _scales(absmax).to(scale_dtype)
     values = (weight / scales.float()[:, None]).round().clamp(-LIMIT, LIMIT).to(torch.int8)
     return Int8Weight(values, scales)
 
@@ -42,7 +45,13 @@ def dequantise_weight(weight: Int8Weight) -> torch.Tensor:
 
 
 def quantise_tokens(activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, in] -> values [N, in] (whole numbers in the input's dtype) and float32 scales [N]."""
-    absmax = activations.abs().amax(-1).float()  # [N]
-    scales = torch.where(absmax > 0, absmax / LIMIT, 1.0)
-    return (activations / scales[:, None].to(activations.dtype)).round(), scales
+    """[N, in] -> values [N, in], whole numbers in float32, and float32 scales [N]."""
+    activations = activations.float()
+    scales = _scales(activations.abs().amax(-1))  # [N]
+    return (activations / scales[:, None]).round().clamp(-LIMIT, LIMIT), scales
+
+
+def _scales(absmax: torch.Tensor) -> torch.Tensor:
+    """Steps for float32 maxima: never 0; NaN stays NaN, so that it shows in every product."""
+    steps = absmax / LIMIT
+    return torch.where(steps == 0, 1.0, steps)

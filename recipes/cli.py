@@ -21,8 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
-from recipes.config import documented_options, load_config  # noqa: E402
-from rollout.errors import (  # noqa: E402
+from recipes.config import documented_options, load_config
+from rollout.errors import (
     InvalidConfig,
     InvalidRequest,
     RolloutError,

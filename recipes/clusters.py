@@ -48,17 +48,20 @@ def launch(recipe: Path, overrides: Sequence[str], detach: bool, as_json: bool) 
     if detach:
         return _launch_detached(recipe, overrides, file, as_json)
     folder = model_folder(config.model.path)
-    with StopRequest() as stop, ray_session(num_cpus=config.actors.num * config.actors.cpus):
-        with RolloutCluster.launch(cluster_config(config, folder), name=config.name) as cluster:
-            address = ray.get_runtime_context().gcs_address
-            _write(file, {"name": config.name, "address": address, **_identity(os.getpid())})
-            try:
-                _tell_up(config.name, address, cluster, as_json)
-                while not stop:
-                    cluster.actors()  # raises when the controller is gone
-                    time.sleep(1.0)
-            finally:
-                file.unlink(missing_ok=True)
+    with (
+        StopRequest() as stop,
+        ray_session(num_cpus=config.actors.num * config.actors.cpus),
+        RolloutCluster.launch(cluster_config(config, folder), name=config.name) as cluster,
+    ):
+        address = ray.get_runtime_context().gcs_address
+        _write(file, {"name": config.name, "address": address, **_identity(os.getpid())})
+        try:
+            _tell_up(config.name, address, cluster, as_json)
+            while not stop:
+                cluster.actors()  # raises when the controller is gone
+                time.sleep(1.0)
+        finally:
+            file.unlink(missing_ok=True)
     return 0
 
 

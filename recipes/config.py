@@ -6,7 +6,7 @@ that. An unknown key is refused with the nearest known one, a contradiction with
 
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -349,8 +349,7 @@ def cluster_config(
 ) -> ClusterConfig:
     """The fleet."""
     actors = config.actors
-    probe = {"probe_texts": probe_texts} if probe_texts else {}
-    return ClusterConfig(
+    fleet = ClusterConfig(
         engine=engine_spec(config, model_folder),
         num_actors=actors.num,
         cpus_per_actor=actors.cpus,
@@ -361,5 +360,5 @@ def cluster_config(
         run_seed=config.seed,
         start_timeout_s=actors.start_timeout_s,
         request_timeout_s=actors.request_timeout_s,
-        **probe,
     )
+    return replace(fleet, probe_texts=probe_texts) if probe_texts else fleet

@@ -41,8 +41,10 @@ def examine() -> list[Finding]:
 def _folder(name: str) -> Finding:
     """The project's folders are import names; another module may stand before one."""
     spec = importlib.util.find_spec(name)
-    places = list(spec.submodule_search_locations or [spec.origin]) if spec else []
-    ours = str(PROJECT / name) in map(str, places)
+    places = (
+        [str(p) for p in spec.submodule_search_locations or [spec.origin or "?"]] if spec else []
+    )
+    ours = str(PROJECT / name) in places
     where = "this project's" if ours else f"shadowed by {places[0] if places else 'nothing'}"
     return Finding(f"import {name}", ours, True, where)
 

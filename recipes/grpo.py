@@ -44,7 +44,9 @@ def pack_group(group: RolloutGroup) -> PackedGroup:
     """Packs the non-empty rollouts of a group."""
     prompt = list(group.samples[0].request.prompt_ids)
     ids, positions, owner = list(prompt), list(range(len(prompt))), [-1] * len(prompt)
-    predictors, targets, behaviour = [], [], []
+    predictors: list[int] = []
+    targets: list[int] = []
+    behaviour: list[float] = []
     for number, sample in enumerate(group.samples):
         start = len(ids)
         predictors += [len(prompt) - 1, *range(start, start + len(sample.token_ids) - 1)]

@@ -5,6 +5,7 @@ a boundary: the optimiser has stepped, its groups are accepted and on disk, and 
 resumed run goes on is taken. Checkpoints are written from boundaries only.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import Prompt, RolloutCluster
 from actors.group_queue import RolloutGroup
@@ -59,7 +60,7 @@ class Feeder:
         self,
         cluster: RolloutCluster,
         config: RunConfig,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingParams,
     ) -> None:
         self._cluster, self._tokenizer, self._sampling = cluster, tokenizer, sampling
@@ -197,7 +198,7 @@ def _train(
         progress.step += 1
         cluster.accept(useful)
         cluster.filter(filtered)
-        progress.rewards.append(_mean([r for group in rewards.values() for r in group]))
+        progress.rewards.append(statistics.fmean(r for g in rewards.values() for r in g))
         recorder.samples(progress.step, useful, rewards, "accepted")
         recorder.samples(progress.step, filtered, rewards, "filtered")
         recorder.retired(cluster, progress.step)
@@ -241,7 +242,7 @@ class Recorder:
         folder: RunFolder,
         sink: MetricsSink,
         view: LiveView,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerBase,
         feeder: Feeder,
     ) -> None:
         self.folder, self.view = folder, view
@@ -251,7 +252,7 @@ class Recorder:
         """Samples consumed so far, for the ladder."""
 
     def _text(self, sample: RolloutSample) -> str:
-        return self._tokenizer.decode(sample.token_ids, skip_special_tokens=False)
+        return str(self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=False))
 
     def rewards(self, groups: Sequence[RolloutGroup]) -> dict[str, list[float]]:
         return {
@@ -313,7 +314,7 @@ def _ladder(
     folder_of_model: Path,
     learner: Learner,
     recorder: Recorder,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[dict[str, Any]]:
     """The rungs on the run's last prompts, drafting from what the run had recorded before them."""
     size = config.ladder.groups * config.learner.group_size

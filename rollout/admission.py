@@ -24,6 +24,10 @@ def check_request(
         raise InvalidRequest(
             f"request {request.id}: token id {wrong} is outside the vocabulary [0, {vocab_size})"
         )
+    if not -(2**63) <= request.run_seed < 2**63:
+        raise InvalidRequest(
+            f"request {request.id}: run_seed={request.run_seed}: expected a 64-bit signed integer"
+        )
     if request.sampling.stop_strings and not can_decode:
         raise InvalidRequest(
             f"request {request.id}: stop_strings need a tokenizer and this engine has none; "

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollout.decoder import SUPPORTED, DecoderConfig, check_architecture
@@ -84,14 +84,17 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
             raise UnsupportedModel(f"{folder}: {name} is missing; only safetensors are read")
         try:
             with safe_open(folder / name, framework="pt") as file:
-                weights |= {key: file.get_tensor(key) for key in file.keys()}
+                weights |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise UnsupportedModel(f"{folder / name}: not a safetensors file: {error}") from error
     return weights
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The folder's tokenizer. Raises UnsupportedModel when there is none."""
     if not (folder / "tokenizer.json").is_file():
         raise UnsupportedModel(f"{folder}: no tokenizer.json; expected a fast tokenizer")
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True
+    )
+    return tokenizer

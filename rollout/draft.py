@@ -83,5 +83,8 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
         if isinstance(law, DenseLaw) and law.probs.shape[0] != vocab_size:
             raise InvalidDraft(f"dense law over {law.probs.shape[0]} ids: expected {vocab_size}")
-        if isinstance(law, SparseLaw) and not bool((law.ids < vocab_size).all()):
-            raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
+        if isinstance(law, SparseLaw):
+            if bool(((law.ids < 0) | (law.ids >= vocab_size)).any()):
+                raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
+            if len(law.ids.unique()) < len(law.ids):
+                raise InvalidDraft("sparse law names an id twice: expected distinct ids")

@@ -95,8 +95,8 @@ class TargetLaws:
 
         A greedy position is a point mass in both: 0, 0 and 1.
         """
-        at = torch.as_tensor(indices, device=self._scaled.device)
-        token_ids = torch.as_tensor(tokens, device=self._scaled.device)
+        at = torch.as_tensor(indices, dtype=torch.int64, device=self._scaled.device)
+        token_ids = torch.as_tensor(tokens, dtype=torch.int64, device=self._scaled.device)
         scaled = self._scaled[at, token_ids].double()
         log_full_total = self._full_total[at].log()
         log_total = torch.as_tensor(self._total, device=self._scaled.device)[at].log()
@@ -127,7 +127,7 @@ def target_laws(
     maxima = logits.amax(-1)  # [N]; NaN if any logit of the row is
     invalid = {
         index: "the policy's logits hold NaN or +inf"
-        if not maximum == -torch.inf
+        if maximum != -torch.inf
         else "the policy's logits leave no token"
         for index, maximum in enumerate(maxima.tolist())
         if not abs(maximum) < torch.inf

@@ -54,6 +54,7 @@ class Ledger:
         """A delivered error goes back in flight."""
         assert self._fates[id_] == "waiting", f"{id_} is {self._fates[id_]}"
         self._counts["retried"] += 1
+        self._waiting_tokens.pop(id_)
         self._move(id_, "in_flight")
 
     def lost(self, id_: str) -> None:

@@ -186,6 +186,8 @@ class NativeEngine:
             row = self._waiting.popleft()
             slot = next((s for s in free if self._holds_prompt(s, row)), free[0])
             free.remove(slot)
+            if self._holds_prompt(slot, row):
+                self._forget(slot, row.prompt_len - 1)  # what the row before it added
             row.admitted(slot)
             self._live.append(row)
 
@@ -293,7 +295,9 @@ class NativeEngine:
     ) -> None:
         """Emits each verdict's tokens with their logprobs and rolls the caches back to them."""
         assert self.version is not None, "a round runs under a version"
-        indices, tokens, first = [], [], 0
+        indices: list[int] = []
+        tokens: list[int] = []
+        first = 0
         for draft, verdict in zip(drafts, verdicts):
             if verdict is not None:
                 run = (*draft.token_ids[: verdict.accepted_len], verdict.next_token)
@@ -309,6 +313,7 @@ class NativeEngine:
             run_len = verdict.accepted_len + 1
             part = slice(at, at + run_len)
             row.emit(draft.token_ids, verdict, logprobs[part], full[part], kept[part], self.version)
+            row.weights_digest = self._digest
             at += run_len
             refused = len(draft) - verdict.accepted_len
             kept_ids = window.token_ids[: len(window.token_ids) - refused]
@@ -332,7 +337,7 @@ class NativeEngine:
         self.proposer.finish(row)
         self._finished_counters.add(row.counters)
         self._counts["samples"] += 1
-        return row.sample(self._mode, self._digest)
+        return row.sample(self._mode)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

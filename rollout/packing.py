@@ -69,9 +69,12 @@ def unpack(
         scales = packed[name + SCALE] if name in quantised else None
         if scales is not None and (
             scales.dtype != format_.scale_dtype
+            or tuple(scales.shape) != shape[:1]
             or not bool((scales.isfinite() & (scales > 0)).all())
         ):
-            raise InvalidWeights(f"{name + SCALE}: expected finite {format_.scale_dtype} above 0")
+            raise InvalidWeights(
+                f"{name + SCALE}: expected {shape[0]} finite {format_.scale_dtype} above 0"
+            )
         if scales is None and not bool(tensor.isfinite().all()):
             raise InvalidWeights(f"{name}: holds NaN or infinity")
         tensors[name] = tensor if scales is None else Int8Weight(tensor, scales)
@@ -84,7 +87,7 @@ def digest(packed: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(packed):
         tensor = packed[name].contiguous()
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.view(-1).view(torch.uint8).numpy())
+        sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()[:16]
 
 

@@ -120,7 +120,7 @@ class RolloutSample:
     """The stop id or string, the limit that was reached, or the error's sentence."""
     mode: Mode
     weights_digest: str
-    """Digest of the weights that verified the last token."""
+    """Digest of the weights that verified the last token; empty without one."""
     counters: SpecCounters
     timings: Timings
 

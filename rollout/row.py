@@ -31,6 +31,8 @@ class Row:
         self.token_ids: list[int] = list(request.prompt_ids)
         self.slot: int | None = None
         self.counters = SpecCounters()
+        self.weights_digest = ""
+        """Digest of the weights that verified the last token."""
         self.finish_reason: FinishReason | None = None
         self.finish_detail = ""
         prompt_len = len(request.prompt_ids)
@@ -137,7 +139,7 @@ class Row:
     def finish(self, reason: FinishReason, detail: str) -> None:
         self.finish_reason, self.finish_detail = reason, detail
 
-    def sample(self, mode: Mode, weights_digest: str) -> RolloutSample:
+    def sample(self, mode: Mode) -> RolloutSample:
         assert self.finish_reason is not None, "a row has a sample once it is finished"
         now = time.monotonic()
         return RolloutSample(
@@ -150,7 +152,7 @@ class Row:
             finish_reason=self.finish_reason,
             finish_detail=self.finish_detail,
             mode=mode,
-            weights_digest=weights_digest,
+            weights_digest=self.weights_digest,
             counters=self.counters,
             timings=Timings(self._admitted_s - self._submitted_s, now - self._admitted_s),
         )

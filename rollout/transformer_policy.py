@@ -185,7 +185,9 @@ class TransformerPolicy:
         self, windows: Sequence[Window]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids, slots and positions of all tokens, window after window."""
-        ids, slots, positions = [], [], []
+        ids: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
         for window in windows:
             end = window.start + len(window.token_ids)
             assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"

@@ -1,0 +1,60 @@
+"""Rates are differences of sums over differences of sums."""
+
+from dataclasses import replace
+
+import pytest
+
+from actors.metrics import ClusterSnapshot, metrics_row
+from rollout.request import SpecCounters
+
+
+def snapshot(**changes: object) -> ClusterSnapshot:
+    return replace(ClusterSnapshot.zero(), **changes)  # type: ignore[arg-type]
+
+
+def test_generated_and_accepted_are_two_rates() -> None:  # case 201
+    now = snapshot(
+        elapsed_s=30.0,
+        counters=SpecCounters(plain=100, rounds=100),
+        ledger=ClusterSnapshot.zero().ledger | {"accepted": 60, "generated": 100},
+    )
+    row = metrics_row(ClusterSnapshot.zero(), now)
+    assert row["rollout/tokens_per_s"] == pytest.approx(100 / 30)
+    assert row["accepted/samples_per_hour"] == pytest.approx(60 / (30 / 3600))
+
+
+def test_an_interval_without_drafts_has_no_acceptance_rate() -> None:  # case 195
+    row = metrics_row(ClusterSnapshot.zero(), snapshot(elapsed_s=1.0))
+    assert "spec/acceptance_rate" not in row and "staleness/mean" not in row
+
+
+def test_acceptance_is_of_the_interval_and_pooled() -> None:  # case 199
+    before = snapshot(counters=SpecCounters(rounds=1, verified=1, accepted=1, reached=[1],
+                                            accepted_by_position=[1]))  # fmt: skip
+    now = snapshot(counters=SpecCounters(rounds=2, verified=10, accepted=1, reached=[2],
+                                         accepted_by_position=[1]))  # fmt: skip
+    row = metrics_row(before, now)
+    assert row["spec/acceptance_rate"] == 0.0  # 0 of 9 in the interval
+    assert metrics_row(ClusterSnapshot.zero(), now)["spec/acceptance_rate"] == 0.1  # 1/1 and 0/9
+
+
+def test_observed_minus_expected_is_zero_when_acceptance_is_as_predicted() -> None:
+    counters = SpecCounters(
+        rounds=4, verified=4, accepted=3, reached=[4], accepted_by_position=[3],
+        expected_accepted=3.0,
+    )  # fmt: skip
+    row = metrics_row(ClusterSnapshot.zero(), snapshot(counters=counters))
+    assert row["spec/observed_minus_expected"] == 0.0
+    assert row["spec/pos_0/conditional_rate"] == 0.75
+
+
+def test_time_shares_add_up_to_one() -> None:
+    phases = {"prefill": 1.0, "propose": 2.0, "score": 3.0, "verify": 1.0, "commit": 1.0}
+    row = metrics_row(ClusterSnapshot.zero(), snapshot(phase_s=phases))
+    shares = [v for k, v in row.items() if k.startswith("spec/time/")]
+    assert sum(shares) == pytest.approx(1.0) and row["spec/time/verify_share"] == 0.5
+
+
+def test_staleness_is_of_the_interval() -> None:
+    row = metrics_row(snapshot(ages={0: 5}), snapshot(ages={0: 5, 1: 3, 2: 1}))
+    assert row["staleness/mean"] == pytest.approx(5 / 4) and row["staleness/max"] == 2

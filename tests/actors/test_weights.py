@@ -1,0 +1,47 @@
+"""Weights as they travel."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors.engine_spec import EngineSpec
+from actors.weights import WeightPublisher, to_arrays
+from rollout.checkpoint import read_weights
+from rollout.errors import InvalidWeights
+
+
+def publisher(folder: Path, **options: object) -> WeightPublisher:
+    return WeightPublisher(EngineSpec(str(folder), **options), [[1, 2, 3, 4]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("format_", ["none", "int8_w8a16", "int8_w8a8"])
+def test_tensors_come_out_as_they_went_in(tiny_llama: Path, dtype: str, format_: str) -> None:
+    update = publisher(tiny_llama, dtype=dtype, format=format_, mode="full").pack(
+        3, read_weights(tiny_llama).items()
+    )
+    tensors = update.tensors()
+    again, dtypes = to_arrays(tensors)
+    assert dtypes == update.dtypes
+    assert all(np.array_equal(again[name], update.arrays[name]) for name in again)
+    embedding = tensors["model.embed_tokens.weight"]
+    assert embedding.dtype == getattr(torch, dtype)
+
+
+def test_a_changed_byte_is_refused(tiny_llama: Path) -> None:
+    update = publisher(tiny_llama).pack(0, read_weights(tiny_llama).items())
+    name = "model.norm.weight"
+    arrays = update.arrays | {name: update.arrays[name].copy()}
+    arrays[name].view(np.uint8)[0] ^= 1
+    with pytest.raises(InvalidWeights, match="arrived with digest"):
+        dataclasses.replace(update, arrays=arrays).tensors()
+
+
+def test_the_reference_is_full_precision_whatever_the_format(tiny_llama: Path) -> None:
+    weights = read_weights(tiny_llama)
+    one = publisher(tiny_llama, format="int8_w8a8").reference(weights.items())
+    other = publisher(tiny_llama, format="none", mode="full").reference(weights.items())
+    assert np.array_equal(one, other) and one.shape[0] == 3  # all but the last of 4 tokens
