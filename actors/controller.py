@@ -117,7 +117,9 @@ class Controller:
         self._finished = Counter[str]()
         self._stale_by_length: Counter[int] = Counter()
         folder = Path(config.engine.model_folder)
-        self._vocab_size = read_config(folder).vocab_size
+        model = read_config(folder)
+        self._vocab_size = model.vocab_size
+        self._context_len = min(config.engine.context_len, model.max_context_len)
         self._can_decode = (folder / "tokenizer.json").is_file()
 
     # ---- life -----------------------------------------------------------------------------
@@ -188,12 +190,11 @@ class Controller:
         requests = [request for group in groups for request in group]
         with self._changed:
             self._check()
-            context_len = min(m.info.context_len for m in self._members.values() if m.info)
             for request in requests:
                 check_request(
                     request,
                     vocab_size=self._vocab_size,
-                    context_len=context_len,
+                    context_len=self._context_len,
                     can_decode=self._can_decode,
                 )
             try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
+from ray._private import ray_constants
 
 NAMESPACE = "exact-rollout"
 LOOPBACK = "127.0.0.1"
@@ -23,7 +24,9 @@ def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> boo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray runs workers at niceness 15: beside a learner on the same cores they would starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    if address is not None:
+    if address is None:
+        _stay_on_loopback()
+    else:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         return True
     ray.init(
@@ -36,6 +39,15 @@ def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> boo
         _node_ip_address=LOOPBACK,
     )
     return True
+
+
+def _stay_on_loopback() -> None:
+    """Ray (seen in 2.60) turns 127.0.0.1 into an outward address on Linux, and then listens on all
+    interfaces; on macOS and Windows it does not. This is the switch between the two, for this process
+    and, by the environment, for those it starts. To be removed when ray.init keeps a loopback
+    `_node_ip_address`; tests/actors/test_ray_session.py looks at what listens."""
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 @contextmanager

@@ -35,7 +35,7 @@ BAD_USE = (InvalidConfig, InvalidRequest, RunFolderError, UnsupportedModel)
 
 def main(words: Sequence[str] | None = None) -> int:
     """Parses the command line and runs one command; its exit code."""
-    arguments = _parser().parse_args(words)
+    arguments = _parse(words)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         return command(arguments)
@@ -45,6 +45,19 @@ def main(words: Sequence[str] | None = None) -> int:
         return _fail(arguments, error, 1)
     except KeyboardInterrupt:
         return _fail(arguments, KeyboardInterrupt("stopped at once"), 130)
+
+
+def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes a list of positionals in one piece only; key=value may stand anywhere."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(words)
+    if wrong := [w for w in rest if w.startswith("-") or "=" not in w]:
+        parser.error(f"unrecognised: {' '.join(wrong)}")
+    if rest and not hasattr(arguments, "overrides"):
+        parser.error(f"this command takes no options of a recipe: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def _fail(arguments: argparse.Namespace, error: BaseException, code: int) -> int:

@@ -1,0 +1,38 @@
+"""Complete runs, their options, their records, and the `rollout` command.
+
+arithmetic    short sums with a verifiable reward
+cli           the `rollout` command
+clusters      named clusters on this machine
+config        every option of a run, its default and what it does
+doctor        whether this installation can run, and what will be slow
+grpo          asynchronous GRPO on rollouts from a cluster
+ladder        what quantisation and speculation each buy, on the run's own prompts
+live          a run as it happens, in the terminal
+passport      what a run was
+report        a run folder -> one HTML page
+run           `rollout run`, recorded in a run folder
+run_folder    the folder of one run, and where it can go on from
+sink          the one writer of metrics: JSONL first, Weights & Biases behind it
+smollm2       SmolLM2-135M-Instruct from the package that ships it
+stop_request  Ctrl-C and SIGTERM as a wish to stop at the next whole step
+summary       the closing table of a run
+"""
+
+__all__ = [
+    "arithmetic",
+    "cli",
+    "clusters",
+    "config",
+    "doctor",
+    "grpo",
+    "ladder",
+    "live",
+    "passport",
+    "report",
+    "run",
+    "run_folder",
+    "sink",
+    "smollm2",
+    "stop_request",
+    "summary",
+]

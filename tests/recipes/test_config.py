@@ -1,0 +1,79 @@
+"""Options: documented, checked, refused with a way out."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.config import RunConfig, documented_options, load_config, to_yaml
+from rollout.errors import InvalidConfig
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+def test_every_option_has_a_sentence() -> None:
+    without = [name for name, _, doc, _ in documented_options() if not doc.endswith((".", ";"))]
+    assert without == []
+
+
+def test_the_quickstart_recipe_is_valid() -> None:
+    assert load_config(QUICKSTART).name == "quickstart"
+
+
+def test_overrides_win_over_the_recipe() -> None:
+    config = load_config(QUICKSTART, ["steps=3", "learner.clip=0.1", "proposer=ngram"])
+    assert (config.steps, config.learner.clip, config.proposer) == (3, 0.1, "ngram")
+
+
+def test_the_resolved_config_loads_as_itself(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, ["draft.length=3"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("proposr=none", "proposer"),
+        ("learner.learing_rate=1", "learner.learning_rate"),
+        ("learning_rate=1", "learner.learning_rate"),
+        ("sampling.temprature=1", "sampling.temperature"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, nearest: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"did you mean {nearest}"):
+        load_config(QUICKSTART, [override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mode=full"], "set quant=none or mode=quantised"),
+        (["quant=none"], "nothing is quantised"),
+        (["draft.length=9"], r"lower draft\.length or raise draft\.max_length"),
+        (["proposer=none", "draft.length=2"], "nobody drafts"),
+        (["quant=int3"], "quant=int3: expected one of int8_w8a16, int8_w8a8, none"),
+        (["engine=vllm"], "engine=vllm: expected one of native"),
+        (["steps=0"], "steps=0: expected at least 1"),
+        (["steps=many"], "steps"),
+        (["sampling.temperature=0"], "one rollout"),
+        (["sampling.top_p=0"], r"top_p=0\.0: expected a number in \(0, 1\]"),
+        (["sampling.min_tokens=99"], "at most max_new_tokens"),
+        (["actors.num=0"], "actors.num=0"),
+        (["steps"], "expected key=value"),
+    ],
+)
+def test_contradictions_and_bad_values_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        load_config(QUICKSTART, overrides)
+
+
+def test_a_missing_recipe_and_a_missing_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfig, match="no such recipe"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "bare.yaml").write_text("steps: 3\n")
+    with pytest.raises(InvalidConfig, match="name"):
+        load_config(tmp_path / "bare.yaml")
+
+
+def test_defaults_alone_make_a_run() -> None:
+    assert isinstance(load_config(None, ["name=x"]), RunConfig)

@@ -1,0 +1,92 @@
+"""Run folders: never two writers into one, never half a checkpoint, logs cut to the checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.run_folder import RunFolder
+from rollout.errors import RunFolderError
+
+MODEL = {"w": torch.arange(4.0)}
+STATE = {"step": 1}
+
+
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder.create(tmp_path, "test", "name: test\n")
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    made.checkpoint(1, MODEL, {"w.exp_avg": torch.ones(4)}, STATE)
+    _, checkpoint = RunFolder.resume(made.path)
+    assert torch.equal(checkpoint.model()["w"], MODEL["w"])
+    assert torch.equal(checkpoint.optimiser()["w.exp_avg"], torch.ones(4))
+    assert checkpoint.state["step"] == 1
+
+
+def test_going_on_cuts_the_logs_to_the_checkpoint(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    made.write_sample({"id": "kept"})
+    (made.path / "metrics.jsonl").write_text('{"learner/step": 1}\n')
+    made.checkpoint(1, MODEL, {}, STATE)
+    made.write_sample({"id": "done again"})
+    with (made.path / "metrics.jsonl").open("a") as log:
+        log.write('{"learner/st')  # killed while writing
+    RunFolder.resume(made.path)
+    assert (made.path / "samples.jsonl").read_text() == '{"id": "kept"}\n'
+    assert (made.path / "metrics.jsonl").read_text() == '{"learner/step": 1}\n'
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    for step in (1, 2, 3, 10):
+        made.checkpoint(step, MODEL, {}, STATE)
+    names = sorted(p.name for p in (made.path / "checkpoints").iterdir())
+    assert names == ["step-000003", "step-000010"]
+
+
+def test_a_second_run_into_the_same_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda _: "20300101-000000")
+    folder(tmp_path)
+    with pytest.raises(RunFolderError, match="exists already; resume it with --resume"):
+        folder(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="set out="):
+        RunFolder.create(tmp_path / "file", "test", "")
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = folder(tmp_path)
+    made.checkpoint(1, MODEL, {}, STATE)
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recipes.run_folder.save_file", no_space)
+    with pytest.raises(RunFolderError, match="No space left"):
+        made.checkpoint(2, MODEL, {}, STATE)
+    assert [p.name for p in (made.path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("missing", ["nothing", "checkpoint"])
+def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, missing: str) -> None:
+    path = tmp_path / "none" if missing == "nothing" else folder(tmp_path).path
+    with pytest.raises(RunFolderError, match=r"no config\.yaml|no checkpoint"):
+        RunFolder.resume(path)
+
+
+def test_logs_that_lost_lines_are_not_gone_on_from(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    made.write_sample({"id": "a"})
+    made.checkpoint(1, MODEL, {}, STATE)
+    (made.path / "samples.jsonl").write_text("")
+    with pytest.raises(RunFolderError, match="lines are lost"):
+        RunFolder.resume(made.path)
