@@ -10,9 +10,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import ray
@@ -20,9 +20,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.config import ClusterConfig
 from actors.group_queue import GroupQueue, RolloutGroup
+from actors.member import Assigned, Member, first_line
 from actors.metrics import PHASES, ClusterSnapshot, Publication
-from actors.rollout_actor import ActorInfo, Begun, Committed, RemoteRolloutActor
-from actors.threads import thread_environment
+from actors.rollout_actor import ActorInfo, Begun, Committed
 from rollout.admission import check_request
 from rollout.checkpoint import read_config, read_tokenizer
 from rollout.errors import ActorFailed, FleetDead, InvalidRequest, InvalidWeights, RolloutTimeout
@@ -32,30 +32,6 @@ from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 COLLECT_S = 0.5
 """How long a collect call waits in the actor for a first sample."""
 POLL_S = 0.1
-
-Answer = TypeVar("Answer")
-
-
-@dataclass(slots=True)
-class _Assigned:
-    request: RolloutRequest
-    since: float
-    aborted: bool = False
-
-
-@dataclass(slots=True)
-class _Member:
-    name: str
-    handle: Any
-    info: ActorInfo | None = None
-    serving: bool = False
-    assigned: dict[str, _Assigned] = field(default_factory=dict)
-    sent: list[Any] = field(default_factory=list)
-    """References of submissions whose receipt is not confirmed yet."""
-    collecting: Any = None
-    collecting_since: float = 0.0
-    counters: SpecCounters = field(default_factory=SpecCounters)
-    gauges: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +75,7 @@ class Controller:
             allow_short_groups=config.allow_short_groups,
         )
         self._ledger = Ledger()
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._to_send: deque[RolloutRequest] = deque()
         self._restored: dict[str, RolloutSample] = {}
         self._retries: Counter[str] = Counter()
@@ -141,45 +117,28 @@ class Controller:
         for member in members:
             ray.kill(member.handle)
 
-    def _create_member(self) -> _Member:
-        cores = self._config.cpus_per_actor
-        name = f"rollout-{self._started}"
+    def _create_member(self) -> Member:
+        member = Member.start(f"rollout-{self._started}", self._config, self._probe_ids)
         self._started += 1
-        handle = RemoteRolloutActor.options(
-            num_cpus=cores, runtime_env={"env_vars": thread_environment(cores)}
-        ).remote(name, self._config.engine, cores, self._probe_ids)
-        member = _Member(name, handle)
         with self._changed:
-            self._members[name] = member
+            self._members[member.name] = member
         return member
 
-    def _await_up(self, member: _Member) -> None:
+    def _await_up(self, member: Member) -> None:
         """Waits for a member, brings it to the current version and lets it serve."""
-        member.info = self._ask(member, member.handle.info.remote(), self._config.start_timeout_s)
+        member.info = member.ask(member.handle.info.remote(), self._config.start_timeout_s)
         with self._publishing:
             begun: Begun | None = None
             if self._update is not None:
                 limit = self._config.publish_timeout_s
                 begin = member.handle.begin.remote(self._update.weights)
-                begun = self._ask(member, begin, limit)
-                committed = self._ask(member, self._commit_call(member), limit)
+                begun = member.ask(begin, limit)
+                committed = member.ask(self._commit_call(member), limit)
             with self._changed:
                 member.serving = True
                 if begun is not None and self._published_version() != begun.version:
                     self._put_in_force({member.name: begun}, {member.name: committed})
                 self._changed.notify_all()
-
-    def _ask(self, member: _Member, reference: Any, timeout_s: float) -> Any:
-        """The answer of a member. Raises ActorFailed or RolloutTimeout naming it, or the project
-        error the member raised."""
-        try:
-            return ray.get(reference, timeout=timeout_s)
-        except RayActorError as error:
-            raise ActorFailed(f"actor {member.name} died: {_first_line(error)}") from error
-        except GetTimeoutError as error:
-            raise RolloutTimeout(f"actor {member.name} gave no answer in {timeout_s} s") from error
-        except RayTaskError as error:
-            raise error.cause from error
 
     # ---- the learner's calls --------------------------------------------------------------
 
@@ -290,14 +249,14 @@ class Controller:
                     self._put_in_force(begun.answers, swapped)
         return self._await_version(version)
 
-    def _commit_call(self, member: _Member) -> Any:
+    def _commit_call(self, member: Member) -> Any:
         assert self._update is not None
         config, update = self._config, self._update
         return member.handle.commit.remote(
             update.version, update.reference, config.in_flight, config.publish_timeout_s
         )
 
-    def _serving(self) -> list[_Member]:
+    def _serving(self) -> list[Member]:
         with self._changed:
             return [member for member in self._members.values() if member.serving]
 
@@ -333,8 +292,8 @@ class Controller:
 
     def _on_all(
         self,
-        members: Sequence[_Member],
-        call: Callable[[_Member], Any],
+        members: Sequence[Member],
+        call: Callable[[Member], Any],
         *,
         abandon: int | None = None,
     ) -> dict[str, Any]:
@@ -344,8 +303,8 @@ class Controller:
         answers: dict[str, Any] = {}
         for member in members:
             try:
-                answers[member.name] = self._ask(
-                    member, references[member.name], self._config.publish_timeout_s + 5.0
+                answers[member.name] = member.ask(
+                    references[member.name], self._config.publish_timeout_s + 5.0
                 )
             except (ActorFailed, RolloutTimeout) as error:
                 self._fence(member, str(error))
@@ -448,13 +407,13 @@ class Controller:
             member = min(serving, key=lambda m: len(m.assigned))
             while self._to_send and self._to_send[0].prompt_ids == prompt:
                 request = self._to_send.popleft()
-                member.assigned[request.id] = _Assigned(request, time.monotonic())
+                member.assigned[request.id] = Assigned(request, time.monotonic())
                 batches[member.name].append(request)
         for member in serving:
             if batches[member.name]:
                 member.sent.append(member.handle.submit.remote(batches[member.name]))
 
-    def _receive(self, member: _Member, samples: Sequence[RolloutSample]) -> None:
+    def _receive(self, member: Member, samples: Sequence[RolloutSample]) -> None:
         for sample in samples:
             id_ = sample.request.id
             assigned = member.assigned.pop(id_, None)
@@ -515,7 +474,7 @@ class Controller:
             if member.collecting and now - member.collecting_since > self._config.health_timeout_s:
                 self._fence(member, f"no answer for {self._config.health_timeout_s} s")
 
-    def _confirm_sent(self, members: Sequence[_Member]) -> None:
+    def _confirm_sent(self, members: Sequence[Member]) -> None:
         """A member that refuses what it was sent is out of step with this process: fence it."""
         for member in members:
             if not member.sent:
@@ -526,14 +485,14 @@ class Controller:
                 try:
                     ray.get(reference, timeout=POLL_S)
                 except (RayActorError, RayTaskError) as error:
-                    self._fence(member, _first_line(error))
+                    self._fence(member, first_line(error))
 
-    def _take_report(self, member: _Member, reference: Any) -> None:
+    def _take_report(self, member: Member, reference: Any) -> None:
         member.collecting = None
         try:
             report = ray.get(reference, timeout=self._config.health_timeout_s)
         except (RayActorError, RayTaskError, GetTimeoutError) as error:
-            self._fence(member, _first_line(error))
+            self._fence(member, first_line(error))
             return
         with self._changed:
             if member.name not in self._members:
@@ -558,7 +517,7 @@ class Controller:
                         assigned.aborted = True
                     member.handle.abort.remote([a.request.id for a in fresh])
 
-    def _fence(self, member: _Member, reason: str) -> None:
+    def _fence(self, member: Member, reason: str) -> None:
         """Takes a member out of service for good, re-issues what it held, starts another."""
         with self._changed:
             if self._members.pop(member.name, None) is None or self._stopping:
@@ -605,10 +564,6 @@ def _phases(gauges: dict[str, float]) -> dict[str, float]:
 
 def _length_class(length: int) -> int:
     return 1 << max(0, length - 1).bit_length()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 32}

@@ -135,7 +135,6 @@ class LadderConfig:
     enabled: bool = option(True, "Measure at the end of the run.")
     groups: int = option(4, "Prompts of the run that are used again.")
     repeats: int = option(2, "Times each rung is measured, alternating.")
-    max_new_tokens: int = option(32, "Response length while measuring, at most the run's own.")
 
 
 @dataclass

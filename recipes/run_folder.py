@@ -71,9 +71,14 @@ class RunFolder:
         (self.path / name).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def write_sample(self, line: Mapping[str, Any]) -> None:
-        """Appends one sample; flushed, so that what was settled is on disk."""
-        self._samples.write(json.dumps(line, allow_nan=False) + "\n")
-        self._samples.flush()
+        """Appends one sample; flushed, so that what was settled is on disk. Raises RunFolderError."""
+        try:
+            self._samples.write(json.dumps(line, allow_nan=False) + "\n")
+            self._samples.flush()
+        except OSError as error:
+            raise RunFolderError(
+                f"{self._samples.name}: {error.strerror}; free some room"
+            ) from error
 
     def checkpoint(
         self,

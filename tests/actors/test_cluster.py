@@ -152,7 +152,9 @@ def test_old_weights_are_let_go(cluster: RolloutCluster, tiny_llama: Path) -> No
         for _ in range(10):
             next_version(cluster, weights)
         held = _num_references()
-        counts.append((held, cluster._ask(cluster._controller.__ray_call__.remote(_num_references))))
+        counts.append(
+            (held, cluster._ask(cluster._controller.__ray_call__.remote(_num_references)))
+        )
     assert counts[0] == counts[1]
 
 

@@ -70,9 +70,7 @@ def test_a_swap_in_mid_flight_falls_between_rounds() -> None:
     loop.submit([request(sampling=SamplingParams(max_new_tokens=6))])
     assert reached.wait(LIMIT_S)
     loop._put = put_and_tell  # type: ignore[method-assign]
-    loop.load(
-        lambda _: always[2], version=1, digest="b", in_flight="interrupt", timeout_s=LIMIT_S
-    )
+    loop.load(lambda _: always[2], version=1, digest="b", in_flight="interrupt", timeout_s=LIMIT_S)
     (sample,) = collect(loop, 1)
     assert sample.token_ids == (1, 1, 1, 2, 2, 2)
     assert sample.version_spans == ((0, 3), (1, 3))

@@ -26,8 +26,18 @@ def group_of(
         request = RolloutRequest(f"g/{index}", "g", "p", index, PROMPT, SamplingParams())
         samples.append(
             RolloutSample(
-                request, ids, (logprob,) * n, (logprob,) * n, (1.0,) * n, ((0, n),) if n else (),
-                "stop", "", "full", "d", SpecCounters(), Timings(),
+                request,
+                ids,
+                (logprob,) * n,
+                (logprob,) * n,
+                (1.0,) * n,
+                ((0, n),) if n else (),
+                "stop",
+                "",
+                "full",
+                "d",
+                SpecCounters(),
+                Timings(),
             )  # fmt: skip
         )
     return RolloutGroup("g", "p", tuple(samples), len(samples))

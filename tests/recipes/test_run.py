@@ -143,7 +143,7 @@ def test_the_quickstart_runs_on_smollm2(
     ("words", "message"),
     [
         (["run", QUICKSTART, "proposr=none"], "did you mean proposer"),
-        (["run", QUICKSTART, "model.path=/no/such/folder"], r"no tokenizer\.json"),
+        (["run", QUICKSTART, "model.path=/no/such/folder"], r"no config\.json"),
         (["run", "missing.yaml"], "no such recipe"),
         (["run"], "no recipe"),
         (["run", "--resume", "nowhere"], "no such recipe"),
