@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 import torch
 from ray._private.worker import global_worker
 
