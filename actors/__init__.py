@@ -6,6 +6,7 @@ controller     the one process that knows the fleet
 engine_loop    an engine that runs in a thread of its own
 engine_spec    what a rollout actor has to build, as values that travel
 group_queue    groups in dispatch order, paced, whole, never too old
+member         one rollout actor as the controller sees it
 metrics        what a cluster has done, and the metric row between two moments
 ray_session    Ray on this machine, started and left as it was found
 rollout_actor  the actor that hosts one engine
@@ -20,6 +21,7 @@ __all__ = [
     "engine_loop",
     "engine_spec",
     "group_queue",
+    "member",
     "metrics",
     "ray_session",
     "rollout_actor",

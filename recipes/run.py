@@ -145,7 +145,7 @@ def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
             sink.summary({k: v for k, v in summary.items() if isinstance(v, (int, float, str))})
             write_report(folder.path)
         cluster.shutdown()
-        if config.ladder.enabled and not stop:
+        if config.ladder.enabled and recorder.recent and progress.ended != "interrupted":
             view.phase("measuring the ladder")
             torch.set_num_threads(config.actors.cpus + config.learner.threads)
             summary["ladder"] = _ladder(config, folder_of_model, learner, recorder, tokenizer)
@@ -201,6 +201,7 @@ def _train(
         if useful:
             recorder.view.phase("training")
             stats = learner.step(useful, [rewards[g.id] for g in useful])
+            progress.cluster = {}  # no boundary until these groups are accepted
         progress.step += 1
         cluster.accept(useful)
         cluster.filter(filtered)

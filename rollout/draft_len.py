@@ -82,7 +82,7 @@ class AdaptiveDraftLen:
         best = self.best_len(len(rows))
         if best == 0:
             self._rounds_without += 1
-            if self._rounds_without >= self._probe_every:
+            if self._rounds_without > self._probe_every:
                 best = self._probe_len
         if best:
             self._rounds_without = 0
@@ -151,6 +151,7 @@ class LinearCost:
     def seconds(self, tokens: float) -> float:
         """Prediction; neither part of the cost is ever negative."""
         spread = self._n * self._xx - self._x**2
-        slope = (self._n * self._xy - self._x * self._y) / spread if spread > 1e-9 else 0.0
+        seen = spread > 1e-9 * self._n * self._xx  # less is the rounding of one width's sums
+        slope = (self._n * self._xy - self._x * self._y) / spread if seen else 0.0
         slope = min(max(slope, 0.0), self._y / self._x)
         return (self._y - slope * self._x) / self._n + slope * tokens

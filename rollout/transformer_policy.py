@@ -104,6 +104,7 @@ class TransformerPolicy:
         )
         self._keys = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
         self._values = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
+        self._tainted = False  # a forward was not finite, so the cache may hold NaN
         angles = torch.outer(torch.arange(self.context_len).float(), torch.tensor(config.inv_freq))
         angles = torch.cat([angles, angles], dim=-1)  # [context_len, D]
         self._cos = (angles.cos() * config.rope_scale).to(self.device, self.dtype)
@@ -150,11 +151,19 @@ class TransformerPolicy:
 
     def swap(self, prepared: DecoderWeights) -> None:
         self.weights = prepared
+        if self._tainted:
+            self._keys.zero_()
+            self._values.zero_()
+            self._tainted = False
 
     # ---- cache ----------------------------------------------------------------------------
 
     def truncate(self, slot: int, length: int) -> None:
-        """Nothing to do: positions from `length` on are overwritten before they are read."""
+        """Positions from `length` on are overwritten before they are read, and masked until then.
+        Only NaN must go: 0 * NaN shows through a mask."""
+        if self._tainted:
+            for cache in (self._keys, self._values):
+                cache[:, slot, :, length:] = 0
 
     def fork(self, source: int, target: int, length: int) -> None:
         for cache in (self._keys, self._values):
@@ -176,6 +185,7 @@ class TransformerPolicy:
             hidden = hidden + block.out(mixed)
             gate, up = block.gate_up(self._norm(hidden, block.mlp_norm)).chunk(2, dim=-1)
             hidden = hidden + block.down(F.silu(gate) * up)
+        self._tainted = self._tainted or not bool(hidden.isfinite().all())
         wanted = self._scored(windows)
         if not len(wanted):
             return torch.empty(0, self.vocab_size)

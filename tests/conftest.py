@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from recipes.smollm2 import model_folder
+from rollout.transformer_policy import TransformerPolicy
+from tests.rollout.policies import loaded_policy
 from tests.tiny_model import tiny_folder
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models; more threads only wait for each other
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +23,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, converted at first use."""
     return model_folder("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_policy(smollm2: Path) -> TransformerPolicy:
+    """SmolLM2 in full precision, float32."""
+    return loaded_policy(smollm2, num_slots=64, context_len=64)

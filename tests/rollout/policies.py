@@ -71,6 +71,18 @@ def reference_logits(folder: Path, ids: Sequence[int]) -> torch.Tensor:
     return hugging_face(folder)(torch.tensor([list(ids)]), use_cache=False).logits[0]
 
 
+def filtered_law(
+    logits: torch.Tensor, temperature: float, top_p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Law [T, V] after temperature and top-p in float64, and the mass [T] that top-p kept."""
+    full = (logits.double() / temperature).softmax(-1)
+    ranked, order = full.sort(-1, descending=True)
+    kept = torch.zeros_like(full, dtype=torch.bool)
+    kept.scatter_(-1, order, ranked.cumsum(-1) - ranked < top_p)
+    mass = (full * kept).sum(-1)
+    return full * kept / mass[:, None], mass
+
+
 def random_ids(num: int, seed: int, vocab_size: int = 300) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(vocab_size, (num,), generator=generator).tolist())

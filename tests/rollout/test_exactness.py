@@ -1,9 +1,9 @@
 """The joint law of whole speculative generations, enumerated through the real engine."""
 
-from collections.abc import Iterable
+from collections import Counter
 
 import pytest
-import torch
+from scipy.stats import chi2
 
 import rollout.verify
 from proposers.history import HistoryProposer
@@ -21,12 +21,12 @@ TOLERANCE = 1e-12
 
 LAWS = {
     "plain": SamplingParams(max_new_tokens=4),
-    "cold": SamplingParams(max_new_tokens=4, temperature=0.5),
+    "cold": SamplingParams(max_new_tokens=3, temperature=0.5),
     "hot": SamplingParams(max_new_tokens=3, temperature=2.0),
     "greedy": SamplingParams(max_new_tokens=4, temperature=0.0),
-    "top_k": SamplingParams(max_new_tokens=4, top_k=2),
-    "top_p": SamplingParams(max_new_tokens=4, top_p=0.8),
-    "min_p": SamplingParams(max_new_tokens=4, min_p=0.3),
+    "top_k": SamplingParams(max_new_tokens=3, top_k=2),
+    "top_p": SamplingParams(max_new_tokens=3, top_p=0.8),
+    "min_p": SamplingParams(max_new_tokens=3, min_p=0.3),
     "all filters": SamplingParams(max_new_tokens=4, temperature=1.3, top_k=2, top_p=0.9, min_p=0.1),
     "stop": SamplingParams(max_new_tokens=4, stop_token_ids=(2,)),
     "min_tokens": SamplingParams(max_new_tokens=4, min_tokens=2, stop_token_ids=(2, 1)),
@@ -130,8 +130,9 @@ def test_a_planted_fault_is_seen_by_enumeration(
 ) -> None:
     """Negative control: the same comparison fails when the rule is bent."""
     monkeypatch.setattr(rollout.verify, *FAULTS[fault])
-    law = speculative_law(drawing_proposer("dense", DRAFT), LAWS["plain"], draft_len=2)
-    assert total_variation(law, plain_law(TARGET, (0,), LAWS["plain"], V)) > 0.01
+    sampling = SamplingParams(max_new_tokens=3)  # a whole draft of 2 and its bonus
+    law = speculative_law(drawing_proposer("dense", DRAFT), sampling, draft_len=2)
+    assert total_variation(law, plain_law(TARGET, (0,), sampling, V)) > 0.01
 
 
 def test_always_accepting_is_seen_by_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +151,40 @@ def test_enumeration_itself_counts_every_path_once() -> None:
     )
 
 
-def frequencies(tokens: Iterable[int], size: int) -> torch.Tensor:
-    counts = torch.bincount(torch.tensor(list(tokens)), minlength=size).double()
-    return counts / counts.sum()
+NUM_SAMPLES = 1500
+FALSE_ALARM_RATE = 1e-6
+
+
+def chi_square_tail(kind: str) -> float:
+    """Chance that a correct engine is further from the plain law than three tokens of seeded
+    samples are, drafted two at a time. Outcomes expected fewer than five times are one cell."""
+    sampling = SamplingParams(max_new_tokens=3)
+    engine = table_engine(
+        TARGET, V, proposer=drawing_proposer(kind, DRAFT), draft_len=2, num_slots=64
+    )
+    samples = run(
+        engine,
+        [
+            request(str(i), sampling=sampling, prompt_id="p", sample_index=i)
+            for i in range(NUM_SAMPLES)
+        ],
+    )
+    observed, expected = Counter[object](), Counter[object]()
+    cells = {}
+    for outcome, prob in plain_law(TARGET, (0,), sampling, V).items():
+        cells[outcome] = outcome if NUM_SAMPLES * prob >= 5 else "rare"
+        expected[cells[outcome]] += NUM_SAMPLES * prob
+    observed.update(cells[sample.token_ids] for sample in samples.values())
+    distance = sum((observed[c] - mean) ** 2 / mean for c, mean in expected.items())
+    return float(chi2.sf(distance, len(expected) - 1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeded_samples_of_the_real_path_have_the_target_law(kind: str) -> None:
+    assert chi_square_tail(kind) > FALSE_ALARM_RATE
+
+
+def test_a_planted_fault_is_seen_in_seeded_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: corrections drawn from the target instead of the residual."""
+    monkeypatch.setattr(rollout.verify, "residual", lambda target, law: target)
+    assert chi_square_tail("dense") < FALSE_ALARM_RATE

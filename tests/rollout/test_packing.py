@@ -124,8 +124,6 @@ def test_a_tied_head_that_is_sent_as_well_is_the_embeddings_alias(tiny_llama: Pa
 def test_a_tied_head_follows_the_embedding_and_an_untied_one_does_not(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """With an embedding of zeros the hidden state is zero: a tied head sees it, both predict
-    nothing. So double it instead: a tied head doubles its own rows on top."""
     untied_folder = tiny_folder(tmp_path, tied=False)
     for folder, follows in ((tiny_llama, True), (untied_folder, False)):
         old = loaded_policy(folder).weights

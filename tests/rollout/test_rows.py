@@ -84,9 +84,7 @@ def test_prompt_lookup_never_makes_more_than_max_new_tokens(
         prompt=(9, 7, 8, 9, 7, 8),
         proposer=NgramProposer(),
     )
-    assert sample.token_ids == tuple(
-        ([9, 7, 8] * 2)[:max_new_tokens]
-    )
+    assert sample.token_ids == tuple(([9, 7, 8] * 2)[:max_new_tokens])
     assert (sample.finish_reason, sample.finish_detail) == ("length", "max_new_tokens")
 
 
@@ -97,12 +95,12 @@ def test_rows_end_at_the_context_limit_beside_each_other(draft_len: int) -> None
     sampling = SamplingParams(max_new_tokens=40)
     requests = [request(f"r{n}", [n % 4] * n, sampling) for n in range(50, 64)]
     engines = [
-        table_engine(table, 4, proposer=NgramProposer(min_match=1), draft_len=k) for k in (0, draft_len)
+        table_engine(table, 4, proposer=NgramProposer(min_match=1), draft_len=k)
+        for k in (0, draft_len)
     ]
     plain, drafted = (run(engine, requests) for engine in engines)
     assert all(len(s.request.prompt_ids) + len(s.token_ids) == 64 for s in drafted.values())
     assert {s.finish_detail for s in drafted.values()} == {"context_len"}
-    assert [s.token_ids for s in drafted.values()] == [drafted[n].token_ids for n in drafted]
     assert {n: s.token_ids for n, s in drafted.items()} == {
         n: s.token_ids for n, s in plain.items()
     }
@@ -193,7 +191,8 @@ def test_no_row_outgrows_its_limits_whatever_is_drafted() -> None:
     # case 56: the limit 32, accepted runs that end at every offset
     table = random_table(3, depth=2, seed=6)
     requests = [
-        request(f"r{n}", [n % 3] * n, SamplingParams(max_new_tokens=1 + n % 9)) for n in range(1, 32)
+        request(f"r{n}", [n % 3] * n, SamplingParams(max_new_tokens=1 + n % 9))
+        for n in range(1, 32)
     ]
     engine = table_engine(
         table, 3, proposer=NgramProposer(min_match=1), draft_len=5, context_len=32
@@ -276,6 +275,17 @@ def test_min_tokens_holds_behind_accepted_tokens(draft_len: int) -> None:
     assert sample.token_ids == (5, 5, 5, 0, 0, 3)
 
 
+@pytest.mark.parametrize("draft_len", DRAFT_LENS)
+@pytest.mark.parametrize("num_before", [2, 3, 5])
+def test_a_stop_is_allowed_from_min_tokens_on_within_one_window(
+    num_before: int, draft_len: int
+) -> None:
+    # case 29: the window starts before min_tokens=2 and reaches behind it
+    sampling = SamplingParams(max_new_tokens=9, min_tokens=2, stop_token_ids=(3,))
+    script = [5] * num_before + [3]
+    assert generate(script, sampling, draft_len).token_ids == tuple(script)
+
+
 # ---- stop strings -------------------------------------------------------------------------
 
 
@@ -304,6 +314,14 @@ def test_a_stop_string_complete_at_min_tokens_is_a_stop() -> None:
     # case 30: it ends at 3, not before it
     sampling = SamplingParams(max_new_tokens=9, min_tokens=3, stop_strings=("END",))
     assert generate([1, 2, 3, 6], sampling).token_ids == (1, 2, 3)
+
+
+def test_tokens_behind_a_stop_string_are_verified_and_neither_accepted_nor_emitted() -> None:
+    # case 197: one round of 8 drafted tokens, END complete at the third
+    sampling = SamplingParams(max_new_tokens=12, stop_strings=("END",))
+    counters = generate([1, 2, 3] + [7] * 9, sampling).counters
+    assert (counters.verified, counters.accepted, counters.emitted) == (8, 3, 3)
+    assert counters.reached == counters.accepted_by_position == [1, 1, 1]
 
 
 def test_stop_strings_without_a_tokenizer_are_refused() -> None:

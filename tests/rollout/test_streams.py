@@ -41,7 +41,7 @@ def uniforms(purpose: bytes, num: int, seed: int = 5) -> np.ndarray:
 
 @pytest.mark.parametrize("purpose", PURPOSES)
 def test_uniforms_fill_the_unit_interval_evenly(purpose: bytes) -> None:
-    """chi-square over 20 cells, 19 degrees of freedom: above 66 once in 4e7."""
+    """chi-square over 20 cells, 19 degrees of freedom: above 66 once in 2e6."""
     counts = np.histogram(uniforms(purpose, 10_000), bins=20, range=(0, 1))[0]
     assert ((counts - 500) ** 2 / 500).sum() < 66
 

@@ -54,7 +54,11 @@ class RefusingDraws(SeededDraws):
 
 
 def verify_one(
-    p: Sequence[float], law: DraftLaw, token: int, draws: Draws, bonus: Sequence[float] | None = None
+    p: Sequence[float],
+    law: DraftLaw,
+    token: int,
+    draws: Draws,
+    bonus: Sequence[float] | None = None,
 ) -> Verdict:
     return verify(laws_of(p, bonus or p), 0, Draft((token,), (law,)), draws, start=0)
 
@@ -222,7 +226,9 @@ def test_the_coin_is_strict() -> None:
     assert draws.coin(0.25 + 1e-12, 0, 0)
 
 
-@pytest.mark.parametrize("law", [DenseLaw(row((0, 1, 0, 0))), SparseLaw(torch.tensor([1]), row([1]))])
+@pytest.mark.parametrize(
+    "law", [DenseLaw(row((0, 1, 0, 0))), SparseLaw(torch.tensor([1]), row([1]))]
+)
 def test_a_token_its_law_could_not_draw_is_refused(law: DraftLaw) -> None:
     verdict = verify_one(P, law, 0, FixedUniforms(0.0))
     assert (verdict.accepted_len, verdict.origin) == (0, "correction")
@@ -248,9 +254,9 @@ def test_a_cold_peak_is_accepted_without_touching_the_residual() -> None:
 
 
 def test_a_residual_without_mass_draws_from_the_target_and_says_so() -> None:
-    # case 12: u in cells (.1, .5, .8, 1) of P
+    # case 12: u in cells (.1, .5, .8, 1) of P; a uniform law would give .2 to 0 and .79 to 3
     q = DenseLaw(laws_of(P).probs(0))
-    for uniform, token in ((0.05, 0), (0.3, 1), (0.6, 2), (0.9, 3)):
+    for uniform, token in ((0.05, 0), (0.2, 1), (0.79, 2), (0.9, 3)):
 
         class Draws(FixedUniforms, RefusingDraws):
             pass

@@ -1,0 +1,245 @@
+"""Drafts from other rollouts of the same prompt, in bounded memory."""
+
+import tracemalloc
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from proposers.history import HistoryProposer
+from rollout.row import Row
+from rollout.sampling import SamplingParams
+from rollout.streams import SeededDraws
+from rollout.table_policy import random_table
+from tests.rollout.engines import request, run, table_engine
+
+PROMPT = (1, 2, 3)
+
+
+def row(generated: Sequence[int] = (), prompt: Sequence[int] = PROMPT, name: str = "r") -> Row:
+    made = Row(request(name, prompt, prompt_id="same"), SeededDraws(0, "p", 0), context_len=4096)
+    made.token_ids += generated
+    return made
+
+
+def draft(proposer: HistoryProposer, of: Row, max_len: int = 8) -> tuple[int, ...]:
+    return proposer.propose([of], [max_len])[0].token_ids
+
+
+def finished(proposer: HistoryProposer, one: Row) -> None:
+    proposer.observe([one])
+    proposer.finish(one)
+
+
+# ---- what is drafted ----------------------------------------------------------------------
+
+
+def test_a_finished_sibling_is_drafted_from_its_first_token_on() -> None:
+    proposer = HistoryProposer()
+    finished(proposer, row([10, 11, 12]))
+    assert draft(proposer, row()) == (10, 11, 12)
+    assert draft(proposer, row([10])) == (11, 12)
+    assert draft(proposer, row([10, 11]), 0) == ()
+
+
+def test_a_sibling_in_flight_is_drafted_as_far_as_it_has_come() -> None:
+    proposer, ahead, behind = HistoryProposer(), row([10, 11]), row()
+    proposer.observe([ahead, behind])
+    assert draft(proposer, behind) == (10, 11)
+    ahead.token_ids += [12, 13]
+    proposer.observe([ahead, behind])
+    assert draft(proposer, behind) == (10, 11, 12, 13)
+
+
+def test_the_longest_match_wins_over_more_frequent_shorter_ones() -> None:
+    proposer = HistoryProposer()
+    for tail in ([20, 11, 99], [21, 11, 99], [10, 11, 50]):
+        finished(proposer, row(tail))
+    assert draft(proposer, row([10, 11])) == (50,)
+    assert draft(proposer, row([77, 11])) == (99,)  # only (11,) is known
+
+
+def test_the_majority_is_followed_and_those_that_disagree_are_dropped() -> None:
+    # behind the prompt: 10 twice, 20 once; behind (.., 10): 30 (recent) and 40 once each
+    proposer = HistoryProposer()
+    for tail in ([10, 40, 41], [20, 60], [10, 30, 31]):
+        finished(proposer, row(tail))
+    assert draft(proposer, row()) == (10, 30, 31)
+
+
+def test_a_rollout_from_elsewhere_can_be_remembered() -> None:
+    proposer = HistoryProposer()
+    proposer.remember(PROMPT, [10, 11, 12])
+    proposer.remember(PROMPT, (20, 21))
+    assert draft(proposer, row([10])) == (11, 12)
+    assert draft(proposer, row()) == (20, 21)  # the most recent of equals
+    assert proposer.gauges()["history/tokens"] == 5
+
+
+def test_nothing_crosses_prompts_also_when_the_prompt_id_is_used_again() -> None:
+    # cases 110, 115
+    proposer = HistoryProposer()
+    finished(proposer, row([10, 11, 12], prompt=(1, 2, 3)))
+    assert draft(proposer, row([10], prompt=(9, 2, 3))) == ()
+    assert draft(proposer, row([10], prompt=(2, 3))) == ()
+
+
+def test_a_request_id_used_twice_is_two_rows() -> None:
+    # case 115
+    proposer, one, other = HistoryProposer(), row([10, 11], name="p-0"), row([20], name="p-0")
+    proposer.observe([one, other])
+    proposer.finish(one)
+    assert proposer.gauges()["history/sequences"] == 2
+    assert draft(proposer, row([20, 10], name="p-0")) == (11,)
+
+
+def test_a_row_that_misses_rounds_is_still_in_flight_and_catches_up() -> None:
+    # case 114
+    proposer, seldom, reader = HistoryProposer(), row([10]), row()
+    proposer.observe([seldom])
+    for _ in range(3):
+        proposer.observe([reader])  # rounds without it
+    seldom.token_ids += [11, 12, 13]
+    proposer.observe([seldom])
+    assert draft(proposer, reader) == (10, 11, 12, 13)
+    assert proposer.gauges()["history/tokens"] == 4
+
+
+def test_observing_twice_records_once() -> None:
+    proposer, one = HistoryProposer(), row([10, 11])
+    for _ in range(3):
+        proposer.observe([one])
+    assert proposer.gauges()["history/tokens"] == 2
+
+
+def test_proposing_and_observing_never_write_to_a_row() -> None:
+    # case 56
+    proposer, one = HistoryProposer(), row([10, 11, 10])
+    before = list(one.token_ids)
+    proposer.observe([one])
+    assert draft(proposer, one) == (11, 10)
+    proposer.finish(one)
+    assert one.token_ids == before and one.counters.drafted == 0
+
+
+# ---- memory -------------------------------------------------------------------------------
+
+
+def random_tail(seed: int, length: int = 100) -> list[int]:
+    return torch.randint(50, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_stored_tokens_and_memory_stay_below_the_cap() -> None:
+    # case 112: 500 sequences of 100 tokens, room for ten; a leak would triple the second peak
+    proposer, peaks = HistoryProposer(max_tokens=1000), []
+
+    def insert(seeds: range) -> None:
+        for seed in seeds:
+            finished(proposer, row(random_tail(seed)))
+            assert proposer.gauges()["history/tokens"] <= 1000
+
+    insert(range(400))
+    tracemalloc.start()
+    for seeds in (range(400, 450), range(450, 500)):
+        tracemalloc.reset_peak()
+        insert(seeds)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+    tracemalloc.stop()
+    assert proposer.gauges()["history/sequences"] == 10
+    assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_the_oldest_is_evicted_first() -> None:
+    # case 112
+    proposer = HistoryProposer(max_tokens=6)
+    for first in (10, 20, 30):
+        finished(proposer, row([first, first + 1, first + 2]))
+    assert draft(proposer, row([10])) == ()
+    assert draft(proposer, row([20])) == (21, 22)
+    assert draft(proposer, row([30])) == (31, 32)
+
+
+def test_a_rollout_in_flight_is_never_evicted() -> None:
+    # case 112: the oldest is in flight, so the next oldest goes
+    proposer, oldest = HistoryProposer(max_tokens=6), row([10, 11, 12])
+    proposer.observe([oldest])
+    finished(proposer, row([20, 21, 22]))
+    finished(proposer, row([30, 31, 32]))
+    assert draft(proposer, row([10])) == (11, 12)
+    assert draft(proposer, row([20])) == ()
+
+
+def test_tokens_without_room_wait_and_are_recorded_once_there_is() -> None:
+    proposer, one, other = HistoryProposer(max_tokens=4), row([10, 11, 12]), row([20, 21])
+    proposer.observe([one, other])
+    assert proposer.gauges()["history/tokens"] == 3
+    assert draft(proposer, row([20])) == ()
+    proposer.finish(one)
+    proposer.observe([other])
+    assert draft(proposer, row([20])) == (21,)
+
+
+def test_a_rollout_larger_than_the_cap_is_not_recorded() -> None:
+    proposer = HistoryProposer(max_tokens=2)
+    proposer.remember(PROMPT, [10, 11, 12])
+    assert draft(proposer, row()) == () and proposer.gauges()["history/tokens"] == 0
+
+
+def test_the_last_rollout_of_a_prompt_takes_the_prompt_with_it() -> None:
+    proposer = HistoryProposer(max_tokens=3)
+    finished(proposer, row([10, 11, 12], prompt=(1, 2)))
+    finished(proposer, row([10, 11, 12], prompt=(3, 4)))
+    assert proposer.gauges() == {
+        "history/tokens": 3.0, "history/sequences": 1.0, "history/prompts": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_eviction_leaves_the_index_of_what_was_never_inserted(seed: int) -> None:
+    small, fresh = HistoryProposer(max_tokens=200), HistoryProposer()
+    tails = [random_tail(100 * seed + n, 40) for n in range(12)]
+    for n, tail in enumerate(tails):
+        finished(small, row(tail))
+        if n >= 7:  # the last five of 40 tokens are what 200 holds
+            finished(fresh, row(tail))
+    for tail in tails:
+        for end in range(0, 40, 7):
+            assert draft(small, row(tail[:end])) == draft(fresh, row(tail[:end]))
+
+
+# ---- in an engine -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("max_tokens", [40, 1_000_000])
+def test_groups_over_several_steps_generate_as_plain_decoding(
+    temperature: float, max_tokens: int
+) -> None:
+    # case 117, with history that is evicted while it is used
+    table = random_table(3, depth=2, seed=5)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=16)
+    engine = table_engine(
+        table, 3, proposer=HistoryProposer(max_tokens=max_tokens), draft_len=4, num_slots=3
+    )
+    for step in range(3):
+        group = [
+            request(f"s{step}-{i}", (i % 2, 1), sampling, sample_index=4 * step + i)
+            for i in range(4)
+        ]
+        drafted, plain = run(engine, group), run(table_engine(table, 3), group)
+        assert {n: s.token_ids for n, s in drafted.items()} == {
+            n: s.token_ids for n, s in plain.items()
+        }
+    assert engine.counters().accepted > 0
+    assert engine.gauges()["history/tokens"] <= max_tokens
+
+
+def test_a_greedy_prompt_that_comes_again_is_accepted_whole() -> None:
+    table = random_table(3, depth=2, seed=5)
+    engine = table_engine(table, 3, proposer=HistoryProposer(), draft_len=4)
+    sampling = SamplingParams(temperature=0, max_new_tokens=21)
+    run(engine, [request("one", (0, 1), sampling)])
+    counters = run(engine, [request("two", (0, 1), sampling)])["two"].counters
+    # 4 accepted and a bonus in each of 4 rounds, then one token without room for a draft
+    assert counters.accepted == counters.verified == 16
+    assert (counters.rounds, counters.bonuses, counters.plain) == (5, 4, 1)
