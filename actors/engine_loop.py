@@ -50,7 +50,7 @@ class EngineLoop:
             while self._take_inbox():
                 samples = self._engine.step()
                 self._after_round(samples)
-        except BaseException as failure:  # a thread has nobody to raise to: its callers raise it
+        except BaseException as failure:  # noqa: BLE001  # a thread has no caller: `_check` raises
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()

@@ -83,7 +83,7 @@ class WeightPublisher:
         return WeightUpdate(version, digest(packed), arrays, dtypes)
 
     def reference(self, named: Iterable[tuple[str, torch.Tensor]]) -> np.ndarray:
-        """Full-precision log-probabilities [N, V] of the same weights on the probe sequences."""
-        cpu = [(name, tensor.detach().cpu()) for name, tensor in named]
-        full = pack(cpu, self._config, FORMATS["none"], torch.float32)
-        return self._probe.logits(self._full.load(full)).log_softmax(-1).numpy()
+        """Full-precision log-probabilities [N, V] on the probe sequences of weights that `pack` has
+        accepted."""
+        full = {name: tensor.detach().cpu().float() for name, tensor in named}
+        return self._probe.logits(self._full.build(full)).log_softmax(-1).numpy()

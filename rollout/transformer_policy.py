@@ -114,7 +114,10 @@ class TransformerPolicy:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> DecoderWeights:
         """Builds runnable weights from a packed update (`rollout.packing`)."""
-        tensors = unpack(weights, self.config, self.format, self.dtype)
+        return self.build(unpack(weights, self.config, self.format, self.dtype))
+
+    def build(self, tensors: Mapping[str, torch.Tensor | Int8Weight]) -> DecoderWeights:
+        """Runnable weights from tensors that are known to be complete and of the right shapes."""
 
         def plain(name: str) -> torch.Tensor:
             tensor = tensors[name]
