@@ -10,8 +10,8 @@ does not depend on a sorting routine, and is the same on every path and device. 
 law that top-k left, min-p on the largest remaining probability.
 
 A law is held as unnormalised weights (largest is 1) with sums over blocks of the vocabulary: one
-pass of exp, one of sums, and a draw touches one block. The weights are float32, the sums that
-decide a draw float64.
+pass of exp, one of sums, and a draw touches one block. Weights and the sums within a block are
+float32 (relative error 2e-7, which bounds that of every cell), what is summed over blocks float64.
 """
 
 from collections.abc import Sequence

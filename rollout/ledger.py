@@ -57,18 +57,15 @@ class Ledger:
         self._waiting_tokens.pop(id_)
         self._move(id_, "in_flight")
 
-    def lost(self, id_: str) -> None:
-        """No engine will deliver this one: it counts as generated, with no tokens, and fails."""
-        assert self._fates[id_] == "in_flight", f"{id_} is {self._fates[id_]}"
-        self._counts["generated"] += 1
-        self._move(id_, "failed")
-
     def settle(self, ids: Iterable[str], fate: Final) -> None:
-        """Gives waiting samples their final fate. Raises ValueError for any other sample."""
+        """Gives waiting samples their final fate. Raises ValueError for any other sample and settles
+        none."""
+        ids = list(ids)
         for id_ in ids:
             if self._fates.get(id_) != "waiting":
                 state = self._fates.get(id_, "unknown")
                 raise ValueError(f"sample {id_} is {state}: only a waiting sample can be {fate}")
+        for id_ in ids:
             self._move(id_, fate)
             self._waiting_tokens.pop(id_, None)
 

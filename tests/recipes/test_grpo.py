@@ -38,7 +38,7 @@ def group_of(
                 "d",
                 SpecCounters(),
                 Timings(),
-            )  # fmt: skip
+            )
         )
     return RolloutGroup("g", "p", tuple(samples), len(samples))
 
