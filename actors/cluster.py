@@ -8,6 +8,7 @@ version, so that a replaced actor gets it also when the learner is gone.
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -161,22 +162,16 @@ class RolloutCluster:
             raise RolloutTimeout(f"the controller gave no answer in {timeout_s} s") from error
 
 
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt of a task on its way to becoming a group.
+    """One prompt of a task on its way to becoming a group."""
 
-    `first_sample_index` counts the samples this prompt had before in the run, so that a prompt that
-    is visited again draws fresh randomness.
-    """
-
-    def __init__(
-        self,
-        group_id: str,
-        prompt_id: str,
-        prompt_ids: Sequence[int],
-        first_sample_index: int = 0,
-    ) -> None:
-        self.group_id, self.prompt_id = group_id, prompt_id
-        self.prompt_ids, self.first_sample_index = tuple(prompt_ids), first_sample_index
+    group_id: str
+    """Used once in a run."""
+    prompt_id: str
+    prompt_ids: Sequence[int]
+    first_sample_index: int = 0
+    """Samples this prompt had before in the run: visited again, it draws fresh randomness."""
 
     def requests(
         self, sampling: SamplingParams, group_size: int, run_seed: int
@@ -188,7 +183,7 @@ class Prompt:
                 group_id=self.group_id,
                 prompt_id=self.prompt_id,
                 sample_index=self.first_sample_index + member,
-                prompt_ids=self.prompt_ids,
+                prompt_ids=tuple(self.prompt_ids),
                 sampling=sampling,
                 run_seed=run_seed,
             )

@@ -25,6 +25,7 @@ from actors.metrics import PHASES, ClusterSnapshot, Publication
 from actors.rollout_actor import ActorInfo, Begun, Committed
 from rollout.admission import check_request
 from rollout.checkpoint import read_config, read_tokenizer
+from rollout.engine import EngineLimits
 from rollout.errors import ActorFailed, FleetDead, InvalidRequest, InvalidWeights, RolloutTimeout
 from rollout.ledger import Final, Ledger
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
@@ -94,9 +95,11 @@ class Controller:
         self._stale_by_length: Counter[int] = Counter()
         folder = Path(config.engine.model_folder)
         model = read_config(folder)
-        self._vocab_size = model.vocab_size
-        self._context_len = min(config.engine.context_len, model.max_context_len)
-        self._can_decode = (folder / "tokenizer.json").is_file()
+        self._limits = EngineLimits(
+            vocab_size=model.vocab_size,
+            context_len=min(config.engine.context_len, model.max_context_len),
+            can_decode=(folder / "tokenizer.json").is_file(),
+        )
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -150,12 +153,7 @@ class Controller:
         with self._changed:
             self._check()
             for request in requests:
-                check_request(
-                    request,
-                    vocab_size=self._vocab_size,
-                    context_len=self._context_len,
-                    can_decode=self._can_decode,
-                )
+                check_request(request, self._limits)
             try:
                 self._ledger.submitted(request.id for request in requests)
                 for group in groups:

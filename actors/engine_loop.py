@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.engine import InFlight
+from rollout.engine import Engine, InFlight
 from rollout.errors import RolloutTimeout
-from rollout.native_engine import NativeEngine
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 
 
@@ -31,7 +30,7 @@ class LoopReport:
 class EngineLoop:
     """Steps an engine until stopped. A failure of the engine is raised by every later call."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []

@@ -14,7 +14,7 @@ from actors.engine_loop import EngineLoop, LoopReport
 from actors.engine_spec import EngineSpec, make_engine, make_policy
 from actors.weights import WeightUpdate
 from quant.drift import Drift, measure_drift
-from rollout.engine import InFlight
+from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidWeights
 from rollout.probe import DriftProbe
 from rollout.request import RolloutRequest
@@ -27,9 +27,7 @@ class ActorInfo:
     name: str
     pid: int
     threads: int
-    vocab_size: int
-    context_len: int
-    can_decode: bool
+    limits: EngineLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +70,7 @@ class RolloutActor:
             make_policy(spec, num_slots=len(probe_ids), context_len=max(map(len, probe_ids))),
             probe_ids,
         )
-        policy = self._engine.policy
-        self._info = ActorInfo(
-            name=name,
-            pid=os.getpid(),
-            threads=torch.get_num_threads(),
-            vocab_size=policy.vocab_size,
-            context_len=policy.context_len,
-            can_decode=self._engine.can_decode,
-        )
+        self._info = ActorInfo(name, os.getpid(), torch.get_num_threads(), self._engine.limits)
 
     def info(self) -> ActorInfo:
         return self._info
@@ -128,9 +118,6 @@ class RolloutActor:
 
     def collect(self, timeout_s: float) -> LoopReport:
         return self._loop.collect(timeout_s)
-
-    def stop(self) -> None:
-        self._loop.stop()
 
 
 OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_concurrency": 8}

@@ -19,7 +19,8 @@ for _name, _value in thread_environment(len(os.sched_getaffinity(0))).items():
     os.environ.setdefault(_name, _value)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from transformers.utils import logging as transformers_logging
 
 from recipes.config import documented_options, load_config
 from rollout.errors import (
@@ -35,6 +36,7 @@ BAD_USE = (InvalidConfig, InvalidRequest, RunFolderError, UnsupportedModel)
 
 def main(words: Sequence[str] | None = None) -> int:
     """Parses the command line and runs one command; its exit code."""
+    transformers_logging.disable_progress_bar()
     arguments = _parse(words)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:

@@ -35,7 +35,9 @@ def _convert(folder: Path) -> Path:
     gguf = _packaged_gguf()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     print(f"converting {gguf.name} to safetensors, once (about a minute)", file=sys.stderr)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,

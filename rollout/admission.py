@@ -1,34 +1,33 @@
 """Whether a request can be served at all; asked before it costs anything."""
 
+from rollout.engine import EngineLimits
 from rollout.errors import InvalidRequest
 from rollout.request import RolloutRequest
 
 
-def check_request(
-    request: RolloutRequest, *, vocab_size: int, context_len: int, can_decode: bool
-) -> None:
+def check_request(request: RolloutRequest, limits: EngineLimits) -> None:
     """Raises InvalidRequest with what was got, what is expected and what to do."""
     prompt_len = len(request.prompt_ids)
     if not prompt_len:
         raise InvalidRequest(
             f"request {request.id}: empty prompt; give at least one token id (none is added for you)"
         )
-    if prompt_len >= context_len:
+    if prompt_len >= limits.context_len:
         raise InvalidRequest(
             f"request {request.id}: prompt of {prompt_len} tokens leaves no room in a context of "
-            f"{context_len}; shorten the prompt or raise context_len"
+            f"{limits.context_len}; shorten the prompt or raise context_len"
         )
     named = (*request.prompt_ids, *request.sampling.stop_token_ids)
-    wrong = next((token for token in named if not 0 <= token < vocab_size), None)
+    wrong = next((token for token in named if not 0 <= token < limits.vocab_size), None)
     if wrong is not None:
         raise InvalidRequest(
-            f"request {request.id}: token id {wrong} is outside the vocabulary [0, {vocab_size})"
+            f"request {request.id}: token id {wrong} is outside the vocabulary [0, {limits.vocab_size})"
         )
     if not -(2**63) <= request.run_seed < 2**63:
         raise InvalidRequest(
             f"request {request.id}: run_seed={request.run_seed}: expected a 64-bit signed integer"
         )
-    if request.sampling.stop_strings and not can_decode:
+    if request.sampling.stop_strings and not limits.can_decode:
         raise InvalidRequest(
             f"request {request.id}: stop_strings need a tokenizer and this engine has none; "
             "use stop_token_ids"

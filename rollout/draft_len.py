@@ -59,13 +59,20 @@ class FixedDraftLen:
 class AdaptiveDraftLen:
     """The length that maximises expected emitted tokens a second.
 
-    `decay` is the weight a round's evidence keeps after the next; `probe_every` rounds without
-    drafting are followed by one that drafts `probe_len`, so that a proposer which has become good
-    can be noticed.
+    `decay` is the weight that evidence of acceptance keeps after the next drafting round, and
+    `cost_decay` that of costs; acceptance moves with the policy, costs with the machine.
+    `probe_every` rounds without drafting are followed by one that drafts `probe_len`, so that a
+    proposer which has become good is noticed after a few probes.
     """
 
     def __init__(
-        self, max_len: int, *, decay: float = 0.98, probe_every: int = 24, probe_len: int = 2
+        self,
+        max_len: int,
+        *,
+        decay: float = 0.9,
+        cost_decay: float = 0.98,
+        probe_every: int = 24,
+        probe_len: int = 2,
     ) -> None:
         self.max_len, self._decay = max_len, decay
         self._probe_every, self._probe_len = probe_every, min(probe_len, max_len)
@@ -73,7 +80,7 @@ class AdaptiveDraftLen:
         self._accepted = [PRIOR_ACCEPTED] * max_len
         self._asked = [1.0] * max_len
         self._drafted = [1.0] * max_len
-        self._cost = LinearCost(decay)
+        self._cost = LinearCost(cost_decay)
         self._rounds_without = 0
 
     def choose(self, rows: Sequence[Row]) -> list[int]:

@@ -1,13 +1,25 @@
 """The seam between whoever wants rollouts and whatever makes them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rollout.request import RolloutRequest, RolloutSample
+from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 
 InFlight = Literal["interrupt", "finish", "abort"]
 """What a weight update does to rows in flight: keep their tokens, drop their cache and go on under
 the new weights; let them finish first; or end them and hand them back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What an engine can be asked for."""
+
+    vocab_size: int
+    context_len: int
+    """Longest prompt plus response, tokens."""
+    can_decode: bool
+    """Stop strings can be served."""
 
 
 class Engine(Protocol):
@@ -15,6 +27,13 @@ class Engine(Protocol):
 
     version: int | None
     """Policy version in force; None before the first load. Nothing is generated without one."""
+
+    @property
+    def limits(self) -> "EngineLimits": ...
+
+    def check(self, requests: Sequence[RolloutRequest]) -> None:
+        """Raises InvalidRequest for the first request that cannot be served; any thread may ask."""
+        ...
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queues requests. Raises InvalidRequest for the first bad one and queues none."""
@@ -37,6 +56,15 @@ class Engine(Protocol):
         ...
 
     @property
+    def load_is_due(self) -> bool:
+        """A swap was asked for and has not happened yet."""
+        ...
+
+    @property
     def num_unfinished(self) -> int: ...
+
+    def counters(self) -> SpecCounters:
+        """Speculation counts of everything emitted so far."""
+        ...
 
     def gauges(self) -> Mapping[str, float]: ...

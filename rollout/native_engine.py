@@ -18,7 +18,7 @@ import torch
 from rollout.admission import check_request
 from rollout.draft import NO_DRAFT, Draft, check_draft
 from rollout.draft_len import DraftLen, RoundCost
-from rollout.engine import InFlight
+from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidDraft, InvalidLogits
 from rollout.law import TargetLaws, target_laws
 from rollout.policy import Policy, Window
@@ -78,9 +78,10 @@ class NativeEngine:
     # ---- requests -------------------------------------------------------------------------
 
     @property
-    def can_decode(self) -> bool:
-        """Stop strings can be served."""
-        return self._decode is not None
+    def limits(self) -> EngineLimits:
+        """What requests must fit."""
+        policy = self.policy
+        return EngineLimits(policy.vocab_size, policy.context_len, self._decode is not None)
 
     @property
     def num_unfinished(self) -> int:
@@ -89,12 +90,7 @@ class NativeEngine:
     def check(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises InvalidRequest for the first request that cannot be served."""
         for request in requests:
-            check_request(
-                request,
-                vocab_size=self.policy.vocab_size,
-                context_len=self.policy.context_len,
-                can_decode=self.can_decode,
-            )
+            check_request(request, self.limits)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self.check(requests)
