@@ -12,7 +12,8 @@ from recipes.report import ladder_verdicts
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """What the run came to, the ladder, and where the page is."""
     console = console or Console()
-    table = Table(title=f"{summary['name']}: {summary['ended']} after {summary['steps']} steps")
+    title = f"{summary['name']}: {summary['ended']} after {summary['steps']} steps"
+    table = Table(title=title, show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
     for label, value in _lines(summary):

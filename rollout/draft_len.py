@@ -15,8 +15,9 @@ from typing import Protocol
 
 from rollout.row import Row
 
-PRIOR_ACCEPTED, PRIOR_REACHED = 1.0, 2.0
-"""Each position starts as if one of two drafts had been accepted."""
+PRIOR_ROWS = 2.0
+"""A position starts as if this many rows had reached it and done as at the position before; the first
+as if half of them had been accepted. So a good start is followed further than it was ever tried."""
 
 
 class DraftLen(Protocol):
@@ -76,10 +77,10 @@ class AdaptiveDraftLen:
     ) -> None:
         self.max_len, self._decay = max_len, decay
         self._probe_every, self._probe_len = probe_every, min(probe_len, max_len)
-        self._reached = [PRIOR_REACHED] * max_len
-        self._accepted = [PRIOR_ACCEPTED] * max_len
-        self._asked = [1.0] * max_len
-        self._drafted = [1.0] * max_len
+        self._reached = [0.0] * max_len
+        self._accepted = [0.0] * max_len
+        self._asked = [0.0] * max_len
+        self._drafted = [0.0] * max_len
         self._cost = LinearCost(cost_decay)
         self._rounds_without = 0
 
@@ -100,12 +101,14 @@ class AdaptiveDraftLen:
         if not self._cost.known:
             return self._probe_len
         emitted, scored, chain = 1.0, 1.0, 1.0
+        accept_rate, draft_rate = 0.5, 1.0
         best_len, best_rate = 0, emitted / self._cost.seconds(num_rows * scored)
         for depth in range(self.max_len):
-            available = self._drafted[depth] / self._asked[depth]
-            chain *= self._accepted[depth] / self._reached[depth]
-            emitted += chain * available
-            scored += available
+            accept_rate = _rate(self._accepted[depth], self._reached[depth], accept_rate)
+            draft_rate = _rate(self._drafted[depth], self._asked[depth], draft_rate)
+            chain *= accept_rate
+            emitted += chain * draft_rate
+            scored += draft_rate
             rate = emitted / self._cost.seconds(num_rows * scored)
             if rate > best_rate:
                 best_len, best_rate = depth + 1, rate
@@ -116,22 +119,19 @@ class AdaptiveDraftLen:
             self._cost.add(round_.scored_tokens, round_.seconds)
         if not round_.asked_len:
             return
-        for depth in range(self.max_len):
-            self._reached[depth] = PRIOR_REACHED + self._decay * (
-                self._reached[depth] - PRIOR_REACHED
-            )
-            self._accepted[depth] = PRIOR_ACCEPTED + self._decay * (
-                self._accepted[depth] - PRIOR_ACCEPTED
-            )
+        for counts in (self._reached, self._accepted, self._asked, self._drafted):
+            counts[:] = [self._decay * count for count in counts]
         for depth in range(min(round_.asked_len, self.max_len)):
-            self._asked[depth] = self._decay * self._asked[depth] + round_.num_rows
-            self._drafted[depth] = self._decay * self._drafted[depth] + sum(
-                length > depth for length in round_.drafted
-            )
+            self._asked[depth] += round_.num_rows
+            self._drafted[depth] += sum(length > depth for length in round_.drafted)
         for length, accepted in zip(round_.drafted, round_.accepted, strict=True):
             for depth in range(min(length, accepted + 1, self.max_len)):
                 self._reached[depth] += 1
                 self._accepted[depth] += depth < accepted
+
+
+def _rate(successes: float, trials: float, prior: float) -> float:
+    return (successes + PRIOR_ROWS * prior) / (trials + PRIOR_ROWS)
 
 
 class LinearCost:

@@ -198,3 +198,11 @@ def test_rounds_with_prompts_do_not_teach_the_cost_of_decoding() -> None:
     chooser = adaptive()
     chooser.observe(RoundCost(9.0, 1, 0, 500, False, (0,), (0,)))
     assert chooser.best_len(1) == 2  # nothing known yet: a probe
+
+
+def test_a_good_start_is_followed_further_than_it_was_tried() -> None:
+    """Nothing was drafted beyond two tokens; both were always accepted and cost next to nothing."""
+    chooser = AdaptiveDraftLen(8)
+    for tokens in (4, 12, 4, 12):
+        chooser.observe(RoundCost(1.0, 4, 2, tokens, True, (2,) * 4, (2,) * 4))
+    assert chooser.best_len(4) > 2
