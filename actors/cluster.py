@@ -16,8 +16,9 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.config import ClusterConfig
-from actors.controller import RemoteController, Retired, tokenise_probe
+from actors.controller import Boundary, RemoteController, Retired, tokenise_probe
 from actors.group_queue import RolloutGroup
+from actors.member import first_line
 from actors.metrics import ClusterSnapshot, Publication
 from actors.ray_session import start_ray
 from actors.rollout_actor import ActorInfo
@@ -128,9 +129,9 @@ class RolloutCluster:
         """The actors that serve now."""
         return self._ask(self._controller.actors.remote())
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs, JSON-able."""
-        return self._ask(self._controller.state.remote())
+    def boundary(self) -> Boundary:
+        """What `restore` needs, with what was retired up to the same moment."""
+        return self._ask(self._controller.boundary.remote())
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over fates and clock of a checkpoint; before the first submit."""
@@ -155,7 +156,9 @@ class RolloutCluster:
         try:
             return ray.get(reference, timeout=timeout_s)
         except RayTaskError as error:
-            raise error.cause from error
+            if isinstance(error.cause, RolloutError):
+                raise error.cause from error
+            raise FleetDead(f"the controller failed: {first_line(error.cause)}") from error
         except RayActorError as error:
             raise FleetDead(f"the cluster's controller died: {error}") from error
         except GetTimeoutError as error:

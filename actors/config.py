@@ -36,6 +36,8 @@ class ClusterConfig:
     """An actor that does not answer for this long is replaced."""
     max_restarts: int = 8
     """Actors replaced over the cluster's life before it gives up."""
+    max_reissues: int = 3
+    """Actors that one request may be lost with before it is failed as the likely cause."""
     max_retries: int = 1
     """How often a sample that ended as an error is generated again."""
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from rollout.checkpoint import read_config, read_tokenizer
 from rollout.engine import EngineLimits
 from rollout.errors import ActorFailed, FleetDead, InvalidRequest, InvalidWeights, RolloutTimeout
 from rollout.ledger import Final, Ledger
-from rollout.request import RolloutRequest, RolloutSample, SpecCounters
+from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
 
 COLLECT_S = 0.5
 """How long a collect call waits in the actor for a first sample."""
 POLL_S = 0.1
+PREFETCH = 1.5
+"""Requests a member holds at most, in units of its slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,16 @@ class Retired:
     fate: Final
 
 
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """A moment from which a run can go on."""
+
+    state: dict[str, Any]
+    """JSON-able: fates, counters, unfinished request ids, finished samples."""
+    retired: list[Retired]
+    """Settled since they were last asked for, and settled in `state`."""
+
+
 class Controller:
     """Fleet, queue and ledger of one cluster."""
 
@@ -80,6 +92,8 @@ class Controller:
         self._to_send: deque[RolloutRequest] = deque()
         self._restored: dict[str, RolloutSample] = {}
         self._retries: Counter[str] = Counter()
+        self._lost: Counter[str] = Counter()
+        self._last_loss = ""
         self._retired: list[Retired] = []
         self._publication: Publication | None = None
         self._begun: _Begun | None = None
@@ -175,6 +189,7 @@ class Controller:
                 self._retire(self._queue.drop_stale(self._version()), "stale")
                 self._dispatch()
                 if groups := self._queue.take(num_groups, self._version()):
+                    self._retire([s for group in groups for s in group.failed], "failed")
                     self._dispatch()
                     return groups
                 self._refuse_impossible(num_groups)
@@ -298,12 +313,12 @@ class Controller:
         """Answers by member; those that fail to answer are fenced off. With `abandon` a refusal (a
         project error) withdraws that version everywhere and is raised."""
         references = {member.name: call(member) for member in members}
+        limit = self._config.publish_timeout_s + 5.0  # the actor's own limit ends first
+        ray.wait(list(references.values()), num_returns=len(references), timeout=limit)
         answers: dict[str, Any] = {}
         for member in members:
             try:
-                answers[member.name] = member.ask(
-                    references[member.name], self._config.publish_timeout_s + 5.0
-                )
+                answers[member.name] = member.ask(references[member.name], POLL_S)
             except (ActorFailed, RolloutTimeout) as error:
                 self._fence(member, str(error))
             except InvalidWeights as error:
@@ -338,6 +353,8 @@ class Controller:
                 publication=self._publication,
                 actors=sum(member.serving for member in self._members.values()),
                 restarts=self._restarts,
+                last_loss=self._last_loss,
+                groups_held=self._queue.num_open + self._queue.num_queued,
                 gauges={
                     name: value
                     for name, value in gauges.items()
@@ -354,23 +371,30 @@ class Controller:
         with self._changed:
             return [m.info for m in self._members.values() if m.serving and m.info]
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs, JSON-able: fates, unfinished requests, finished samples."""
+    def boundary(self) -> Boundary:
+        """What a resumed run needs, and what was retired up to this very moment."""
         with self._changed:
             requests, samples = self._queue.unfinished()
-            return {
+            snapshot = self.snapshot()
+            state = {
                 "ledger": self._ledger.state(),
-                "elapsed_s": self._elapsed_s(),
+                "elapsed_s": snapshot.elapsed_s,
+                "counters": asdict(snapshot.counters),
+                "finished_counts": dict(self._finished),
                 "unfinished": [request.id for request in requests],
-                "finished": [sample.to_json() for sample in samples],
+                "finished": [s.to_json() for s in (*samples, *self._restored.values())],
             }
+            return Boundary(state, self.retired())
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over fates and clock of an earlier part of the run; before the first submit."""
+        """Takes over fates, counters and clock of an earlier part of the run; before the first
+        submit."""
         with self._changed:
             assert self._first_submit is None, "restore comes before the first submit"
             self._ledger = Ledger.from_state(state["ledger"])
             self._elapsed_before_s = state["elapsed_s"]
+            self._departed_counters.add(SpecCounters(**state["counters"]))
+            self._finished.update(state["finished_counts"])
 
     # ---- under the lock -------------------------------------------------------------------
 
@@ -403,6 +427,8 @@ class Controller:
             # Siblings go to one member, which prefills their prompt once.
             prompt = self._to_send[0].prompt_ids
             member = min(serving, key=lambda m: len(m.assigned))
+            if len(member.assigned) >= PREFETCH * self._config.engine.num_slots:
+                break  # what waits here is not on any actor's clock and can go to another
             while self._to_send and self._to_send[0].prompt_ids == prompt:
                 request = self._to_send.popleft()
                 member.assigned[request.id] = Assigned(request, time.monotonic())
@@ -431,8 +457,7 @@ class Controller:
                 self._ledger.retried(id_)
                 self._to_send.append(sample.request)
             else:
-                self._queue.fail(id_)
-                self._retire([sample], "failed")
+                self._queue.fail(sample)
 
     def _retire(self, samples: Sequence[RolloutSample], fate: Final) -> None:
         self._ledger.settle((sample.request.id for sample in samples), fate)
@@ -464,7 +489,8 @@ class Controller:
             time.sleep(POLL_S)
             return
         self._confirm_sent(members)
-        ready, _ = ray.wait(list(references), num_returns=1, timeout=COLLECT_S)
+        ray.wait(list(references), num_returns=1, timeout=COLLECT_S)
+        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
         for reference in ready:
             self._take_report(references[reference], reference)
         now = time.monotonic()
@@ -481,8 +507,8 @@ class Controller:
             for reference in done:
                 member.sent.remove(reference)
                 try:
-                    ray.get(reference, timeout=POLL_S)
-                except (RayActorError, RayTaskError) as error:
+                    ray.get(reference, timeout=self._config.health_timeout_s)
+                except (RayActorError, RayTaskError, GetTimeoutError) as error:
                     self._fence(member, first_line(error))
 
     def _take_report(self, member: Member, reference: Any) -> None:
@@ -523,9 +549,9 @@ class Controller:
             member.serving = False
             self._departed_counters.add(member.counters)
             self._departed_phases.update(_phases(member.gauges))
-            unfinished = [assigned.request for assigned in member.assigned.values()]
-            self._to_send.extendleft(reversed(unfinished))
+            self._reissue([assigned.request for assigned in member.assigned.values()])
             self._restarts += 1
+            self._last_loss = f"{member.name}: {reason}"
             exhausted = self._restarts > self._config.max_restarts
             if exhausted and not any(m.serving for m in self._members.values()):
                 self._failure = FleetDead(
@@ -534,9 +560,20 @@ class Controller:
             self._dispatch()
             self._changed.notify_all()
         ray.kill(member.handle)
-        print(f"exact-rollout: actor {member.name} replaced: {reason}", flush=True)
         if not exhausted:
             threading.Thread(target=self._replace, name="replace", daemon=True).start()
+
+    def _reissue(self, requests: Sequence[RolloutRequest]) -> None:
+        """Sends requests of a lost member again, first in line; one that was lost too often with
+        its actor is failed, since it may be the cause."""
+        self._lost.update(request.id for request in requests)
+        again = [r for r in requests if self._lost[r.id] <= self._config.max_reissues]
+        self._to_send.extendleft(reversed(again))
+        for request in requests:
+            if self._lost[request.id] > self._config.max_reissues:
+                sample = _lost_sample(request, self._lost[request.id])
+                self._ledger.delivered(sample)
+                self._queue.fail(sample)
 
     def _replace(self) -> None:
         member = self._create_member()
@@ -544,6 +581,14 @@ class Controller:
             self._await_up(member)
         except (ActorFailed, RolloutTimeout, InvalidWeights) as error:
             self._fence(member, str(error))
+
+
+def _lost_sample(request: RolloutRequest, times: int) -> RolloutSample:
+    """Stands for a request whose actors died."""
+    detail = f"lost with {times} actors one after the other"
+    return RolloutSample(
+        request, (), (), (), (), (), "error", detail, "full", "", SpecCounters(), Timings()
+    )
 
 
 def tokenise_probe(config: ClusterConfig) -> list[list[int]]:

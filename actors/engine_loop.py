@@ -96,7 +96,13 @@ class EngineLoop:
         self._put(lambda: self._engine.submit(requests))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._put(lambda: self._finished.extend(self._engine.abort(request_ids)))
+        def abort() -> None:
+            samples = self._engine.abort(request_ids)
+            with self._changed:
+                self._finished += samples
+                self._changed.notify_all()
+
+        self._put(abort)
 
     def load(
         self, prepared: Any, *, version: int, digest: str, in_flight: InFlight, timeout_s: float

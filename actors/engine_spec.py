@@ -34,7 +34,7 @@ class EngineSpec:
     draft_len: int | None = None
     """Fixed draft length; None chooses it round by round up to `max_draft_len`."""
     max_draft_len: int = 8
-    history_max_tokens: int = 1_000_000
+    history_max_tokens: int = 200_000
     num_slots: int = 32
     context_len: int = 1024
     dtype: str | None = None
@@ -43,7 +43,7 @@ class EngineSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype] if self.dtype else default_dtype()
+        return DTYPES[self.dtype] if self.dtype else default_dtype(self.device)
 
 
 def make_proposer(spec: EngineSpec) -> Proposer:

@@ -29,6 +29,8 @@ class RolloutGroup:
     """In order of sample index."""
     size: int
     """How many were asked for; more than `samples` in a short group."""
+    failed: tuple[RolloutSample, ...] = ()
+    """Members that ended as errors for good."""
 
     @property
     def short(self) -> bool:
@@ -39,7 +41,7 @@ class RolloutGroup:
 class _Entry:
     requests: tuple[RolloutRequest, ...]
     samples: dict[str, RolloutSample] = field(default_factory=dict)
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, RolloutSample] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
@@ -48,7 +50,14 @@ class _Entry:
     def group(self) -> RolloutGroup:
         ordered = [self.samples[r.id] for r in self.requests if r.id in self.samples]
         first = self.requests[0]
-        return RolloutGroup(first.group_id, first.prompt_id, tuple(ordered), len(self.requests))
+        failed = tuple(self.failed.values())
+        return RolloutGroup(
+            first.group_id, first.prompt_id, tuple(ordered), len(self.requests), failed
+        )
+
+    def ended(self) -> list[RolloutSample]:
+        """All that has come back."""
+        return [*self.samples.values(), *self.failed.values()]
 
 
 class GroupQueue:
@@ -98,22 +107,22 @@ class GroupQueue:
     def deliver(self, sample: RolloutSample) -> None:
         self._entry(sample.request.id).samples[sample.request.id] = sample
 
-    def fail(self, request_id: str) -> None:
-        """A member will not come."""
-        self._entry(request_id).failed.add(request_id)
+    def fail(self, sample: RolloutSample) -> None:
+        """A member ended as an error for good. It waits for its group's end like any other."""
+        self._entry(sample.request.id).failed[sample.request.id] = sample
 
     def _entry(self, request_id: str) -> _Entry:
         return self._open[self._group_of[request_id]]
 
     def drop_failed(self) -> list[RolloutSample]:
-        """Removes groups that may not be handed over for want of a member; their other samples.
+        """Removes groups that may not be handed over for want of a member; all their samples.
         Members still in flight keep the group until they have ended."""
         broken = [
             group_id
             for group_id, entry in self._open.items()
             if entry.complete and entry.failed and not (self._allow_short and entry.samples)
         ]
-        return [sample for group_id in broken for sample in self._close(group_id).group().samples]
+        return [sample for group_id in broken for sample in self._close(group_id).ended()]
 
     def drop_stale(self, version: int) -> list[RolloutSample]:
         """Removes complete groups that are too old to be handed over; their samples."""
@@ -122,7 +131,7 @@ class GroupQueue:
             for group_id, entry in self._open.items()
             if entry.complete and _age(entry, version) > self.max_staleness
         ]
-        return [sample for group_id in stale for sample in self._close(group_id).group().samples]
+        return [sample for group_id in stale for sample in self._close(group_id).ended()]
 
     def take(self, num_groups: int, version: int) -> list[RolloutGroup] | None:
         """The first groups in dispatch order once all of them are complete, else None.

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from actors.config import ClusterConfig
 from actors.rollout_actor import ActorInfo, RemoteRolloutActor
 from actors.threads import thread_environment
-from rollout.errors import ActorFailed, RolloutTimeout
+from rollout.errors import ActorFailed, RolloutError, RolloutTimeout
 from rollout.request import RolloutRequest, SpecCounters
 
 
@@ -62,9 +62,12 @@ class Member:
         except GetTimeoutError as error:
             raise RolloutTimeout(f"actor {self.name} gave no answer in {timeout_s} s") from error
         except RayTaskError as error:
-            raise error.cause from error
+            if isinstance(error.cause, RolloutError):
+                raise error.cause from error
+            raise ActorFailed(f"actor {self.name} failed: {first_line(error.cause)}") from error
 
 
 def first_line(error: BaseException) -> str:
     """An error in one line."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -50,6 +50,10 @@ class ClusterSnapshot:
     publication: Publication | None
     actors: int
     restarts: int
+    last_loss: str
+    """The actor lost last and why; empty when none was."""
+    groups_held: int
+    """Groups submitted and not handed over."""
     gauges: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -69,6 +73,8 @@ class ClusterSnapshot:
             publication=None,
             actors=0,
             restarts=0,
+            last_loss="",
+            groups_held=0,
         )
 
 

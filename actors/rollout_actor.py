@@ -81,7 +81,7 @@ class RolloutActor:
         logits = self._probe.logits(prepared)
         if not bool(logits.isfinite().all()):
             raise InvalidWeights(f"version {update.version}: logits on the probe are not finite")
-        self._prepared[update.version] = _Prepared(prepared, update.digest, logits)
+        self._prepared = {update.version: _Prepared(prepared, update.digest, logits)}
         return Begun(update.version, update.digest, prepared.bytes(), prepared.kernels())
 
     def commit(

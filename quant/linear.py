@@ -28,9 +28,9 @@ def has_vnni() -> bool:
     return bool(torch.cpu._is_vnni_supported())
 
 
-def has_bf16_gemm() -> bool:
+def has_bf16_gemm(device: str = "cpu") -> bool:
     """bf16 products run in hardware; elsewhere torch converts and float32 is faster."""
-    return bool(torch.cpu._is_avx512_bf16_supported()) or torch.cuda.is_available()
+    return device != "cpu" or bool(torch.cpu._is_avx512_bf16_supported())
 
 
 class Linear(Protocol):
@@ -66,7 +66,8 @@ class Int8WeightOnlyLinear:
     def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
         assert weight.scales.dtype == torch.bfloat16, "W8A16 scales are bf16 by format"
         self._weight, self._bias = weight, bias
-        self._wide_dtype = torch.bfloat16 if has_bf16_gemm() else torch.float32
+        on_bf16 = has_bf16_gemm(weight.values.device.type)
+        self._wide_dtype = torch.bfloat16 if on_bf16 else torch.float32
         wide = str(self._wide_dtype).removeprefix("torch.")
         self._packed = weight.values.device.type == "cpu"
         self.kernel = f"widened int8 -> {wide} GEMM"
@@ -81,7 +82,8 @@ class Int8WeightOnlyLinear:
             y = torch._weight_int8pack_mm(x.bfloat16(), values, scales).to(x.dtype)
         else:
             wide = x.bfloat16().to(self._wide_dtype)
-            y = (F.linear(wide, values.to(self._wide_dtype)) * scales.to(wide.dtype)).to(x.dtype)
+            y = F.linear(wide, values.to(self._wide_dtype)) * scales.to(wide.dtype)
+            y = y.bfloat16().to(x.dtype)  # as the packed kernel returns it, whatever the width
         return y if self._bias is None else y + self._bias
 
     def tensors(self) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers.utils import logging as transformers_logging
 
-from recipes.config import documented_options, load_config
+from recipes.config import documented_options, load_config, resumed_config
 from rollout.errors import (
     InvalidConfig,
     InvalidRequest,
@@ -121,8 +121,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from recipes.summary import print_summary
 
     if arguments.resume is not None:
+        if not (arguments.resume / "config.yaml").is_file():
+            raise RunFolderError(f"{arguments.resume}: no config.yaml; expected a run folder")
         words = [str(arguments.recipe), *arguments.overrides] if arguments.recipe else []
-        config = load_config(arguments.resume / "config.yaml", words)
+        config = resumed_config(arguments.resume / "config.yaml", words)
     elif arguments.recipe is None:
         raise InvalidConfig(
             "no recipe: give a YAML file, as in rollout run recipes/quickstart.yaml"

@@ -64,7 +64,9 @@ class DraftConfig:
 
     length: int | None = option(None, "Fixed draft length, tokens; null chooses it every round.")
     max_length: int = option(8, "Longest draft a round may choose, tokens.")
-    history_max_tokens: int = option(1_000_000, "Rollout tokens the history proposer remembers.")
+    history_max_tokens: int = option(
+        200_000, "Rollout tokens the history proposer remembers; up to 1 KB of memory a token."
+    )
 
 
 @dataclass
@@ -199,6 +201,23 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         raise InvalidConfig(f"{error.full_key or path}: {reason}") from error
     assert isinstance(config, RunConfig)
     check_config(config)
+    return config
+
+
+IDENTITY = ("seed", "learner.group_size", "task", "model.path")
+"""What the samples of a run are samples of: fixed for its life."""
+
+
+def resumed_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """A run's config with overrides for going on. Raises InvalidConfig for one that would make its
+    samples mean something else."""
+    saved, config = load_config(path), load_config(path, overrides)
+    for name in IDENTITY:
+        was, now = (OmegaConf.select(OmegaConf.structured(c), name) for c in (saved, config))
+        if was != now:
+            raise InvalidConfig(
+                f"{name}: this run has {was} and cannot go on with {now}; start a new run for it"
+            )
     return config
 
 

@@ -7,8 +7,9 @@ Loss, for token t of rollout i with behaviour log-probability mu recorded by the
     L   = - sum_t min(r_t A_i, clip(r_t, 1 - e, 1 + e) A_i) / number of tokens of the batch
 
 The ratio is to the law that was really sampled, quantised and up to `max_staleness` versions old, so
-clip and truncation see the whole mismatch. One optimiser step a batch. A group whose rewards are all
-equal has no advantage; it is set aside (`filtered`) before it costs a backward pass.
+clip and truncation see the whole mismatch (with top-k, top-p or min-p on, its renormalisation too).
+One optimiser step a batch. A group whose rewards are all equal has no advantage; it is set aside
+(`filtered`) before it costs a backward pass.
 
 A group is one packed sequence: the prompt once, then its rollouts, each seeing the prompt and
 itself. Log-probabilities are taken at the sampling temperature over the whole vocabulary.
@@ -93,7 +94,7 @@ class StepStats:
     ess: float
     """Effective sample size of the token weights pi/mu, as a fraction of the tokens."""
     clipped_rate: float
-    """Fraction of tokens whose ratio was truncated or clipped."""
+    """Fraction of tokens whose ratio lies outside 1 +/- clip, whatever the sign of the advantage."""
     train_s: float
 
     def metrics(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ resumed run goes on is taken. Checkpoints are written from boundaries only.
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import Prompt, RolloutCluster
+from actors.controller import Retired
 from actors.group_queue import RolloutGroup
 from actors.metrics import ClusterSnapshot, metrics_row
 from actors.ray_session import ray_session
@@ -32,7 +33,7 @@ from recipes.run_folder import Checkpoint, RunFolder
 from recipes.sink import MetricsSink
 from recipes.smollm2 import model_folder
 from recipes.stop_request import StopRequest
-from rollout.checkpoint import read_config, read_tokenizer
+from rollout.checkpoint import check_weights, read_config, read_tokenizer
 from rollout.errors import RolloutError, RolloutTimeout
 from rollout.request import RolloutSample
 from rollout.sampling import SamplingParams
@@ -52,7 +53,10 @@ class Progress:
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each step's groups, before any were set aside."""
     cluster: dict[str, Any] = field(default_factory=dict)
-    ended: str = "finished"
+    """The cluster's state at the boundary; empty between boundaries."""
+    log_bytes: dict[str, int] = field(default_factory=dict)
+    """Lengths of the logs at the boundary."""
+    ended: str = "failed"
 
 
 class Feeder:
@@ -67,7 +71,15 @@ class Feeder:
     ) -> None:
         self._cluster, self._tokenizer, self._sampling = cluster, tokenizer, sampling
         self._size = config.learner.group_size
+        self._ahead = (config.actors.max_staleness + 2) * config.learner.groups_per_step
         self._task = _task(config)
+
+    def top_up(self, next_index: int) -> int:
+        """Submits prompts from `next_index` on until as many groups are held as pacing may open and
+        a step more; dropped groups are made up for. The index to go on from."""
+        missing = max(0, self._ahead - self._cluster.metrics().groups_held)
+        self.submit(range(next_index, next_index + missing))
+        return next_index + missing
 
     def submit(self, indices: Sequence[int], finished: Sequence[RolloutSample] = ()) -> None:
         prompts = [self._prompt(index) for index in indices]
@@ -98,16 +110,16 @@ def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
     """Runs or goes on with a run; its summary. Raises the project's errors."""
     folder_of_model = model_folder(config.model.path)
     eos = read_config(folder_of_model).eos_token_ids
+    check_weights(folder_of_model)
     tokenizer = read_tokenizer(folder_of_model)
-    checkpoint: Checkpoint | None = None
-    if resume is not None:
-        folder, checkpoint = RunFolder.resume(resume)
-    else:
-        folder = RunFolder.create(Path(config.out), config.name, to_yaml(config))
-    facts = passport(config, folder_of_model)
-    folder.write_json("passport.json", facts)
     with ExitStack() as stack:
+        if resume is None:
+            folder = RunFolder.create(Path(config.out), config.name, to_yaml(config))
+            checkpoint = None
+        else:
+            folder, checkpoint = RunFolder.resume(resume, to_yaml(config))
         stack.callback(folder.close)
+        folder.write_json("passport.json", passport(config, folder_of_model))
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(LiveView(config.steps, config.name))
         view.phase("starting Ray and loading the model")
@@ -134,16 +146,7 @@ def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
             progress.ended = f"error: {error}"
             raise
         finally:
-            if progress.step and progress.cluster:
-                _checkpoint(folder, learner, progress)
-            if recorder.last is not None:
-                lengths = [len(sample.token_ids) for sample in recorder.recent]
-                facts["outcome"] = outcome(recorder.last, lengths)
-                folder.write_json("passport.json", facts)
-            summary = _summary(folder, config, progress, recorder.last)
-            folder.write_json("summary.json", summary)
-            sink.summary({k: v for k, v in summary.items() if isinstance(v, (int, float, str))})
-            write_report(folder.path)
+            summary = _conclude(config, learner, recorder, progress)
         cluster.shutdown()
         if config.ladder.enabled and recorder.recent and progress.ended != "interrupted":
             view.phase("measuring the ladder")
@@ -151,7 +154,31 @@ def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
             summary["ladder"] = _ladder(config, folder_of_model, learner, recorder, tokenizer)
             folder.write_json("summary.json", summary)
             write_report(folder.path)
+        sink.summary(_flat(summary))
         return summary
+
+
+def _conclude(
+    config: RunConfig, learner: Learner, recorder: "Recorder", progress: Progress
+) -> dict[str, Any]:
+    """Writes what there is however the training ended; a checkpoint that cannot be written comes
+    last and takes nothing else with it."""
+    folder = recorder.folder
+    if recorder.last is not None:
+        lengths = [len(sample.token_ids) for sample in recorder.recent]
+        folder.add_json("passport.json", {"outcome": outcome(recorder.last, lengths)})
+    summary = _summary(folder, config, progress, recorder.last)
+    folder.write_json("summary.json", summary)
+    write_report(folder.path)
+    if progress.cluster:
+        _checkpoint(folder, learner, progress)
+    return summary
+
+
+def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The summary's plain values, the ladder's speeds among them, for W&B."""
+    ladder = {f"ladder/{r['name']}/tokens_per_s": r["tokens_per_s"] for r in summary["ladder"]}
+    return {k: v for k, v in summary.items() if isinstance(v, (int, float, str))} | ladder
 
 
 def _begin(
@@ -162,11 +189,9 @@ def _begin(
     checkpoint: Checkpoint | None,
 ) -> Progress:
     """Puts the first weights in force and enough prompts on the way."""
-    ahead = (config.actors.max_staleness + 2) * config.learner.groups_per_step
     if checkpoint is None:
         cluster.publish(0, learner.model.named_parameters())
-        feeder.submit(range(ahead))
-        return Progress(next_index=ahead)
+        return Progress(next_index=feeder.top_up(0))
     state = checkpoint.state
     learner.load(checkpoint.model(), checkpoint.optimiser())
     cluster.restore(state["cluster"])
@@ -174,7 +199,7 @@ def _begin(
     finished = [RolloutSample.from_json(row) for row in state["cluster"]["finished"]]
     unfinished = sorted({int(id_.partition("/")[0]) for id_ in state["cluster"]["unfinished"]})
     feeder.submit(unfinished, finished)
-    return Progress(state["step"], state["next_index"], list(state["rewards"]))
+    return Progress(state["step"], feeder.top_up(state["next_index"]), list(state["rewards"]))
 
 
 def _train(
@@ -186,7 +211,6 @@ def _train(
     progress: Progress,
     stop: StopRequest,
 ) -> None:
-    num_groups = config.learner.groups_per_step
     started = time.monotonic()
     recorder.last = cluster.metrics()
     while progress.step < config.steps:
@@ -197,21 +221,14 @@ def _train(
         rewards = recorder.rewards(groups)
         useful = [g for g in groups if len(set(rewards[g.id])) > 1]
         filtered = [g for g in groups if g not in useful]
-        stats = None
-        if useful:
-            recorder.view.phase("training")
-            stats = learner.step(useful, [rewards[g.id] for g in useful])
-            progress.cluster = {}  # no boundary until these groups are accepted
-        progress.step += 1
+        progress.cluster = {}  # no boundary until these groups are settled
+        recorder.view.phase("training")
+        stats = learner.step(useful, [rewards[g.id] for g in useful]) if useful else None
         cluster.accept(useful)
         cluster.filter(filtered)
-        progress.rewards.append(statistics.fmean(r for g in rewards.values() for r in g))
-        recorder.samples(progress.step, useful, rewards, "accepted")
-        recorder.samples(progress.step, filtered, rewards, "filtered")
-        recorder.retired(cluster, progress.step)
-        feeder.submit(range(progress.next_index, progress.next_index + num_groups))
-        progress.next_index += num_groups
-        progress.cluster = cluster.state()  # the boundary
+        recorder.samples(progress.step + 1, useful, rewards, "accepted")
+        recorder.samples(progress.step + 1, filtered, rewards, "filtered")
+        _reach_boundary(cluster, feeder, recorder, progress, rewards)
         recorder.view.phase("publishing weights")
         cluster.publish(progress.step, learner.model.named_parameters())
         recorder.step(progress, cluster.metrics(), stats, wait_s)
@@ -223,6 +240,25 @@ def _train(
         if config.max_minutes and time.monotonic() - started > config.max_minutes * 60:
             progress.ended = "time limit"
             return
+    progress.ended = "finished"
+
+
+def _reach_boundary(
+    cluster: RolloutCluster,
+    feeder: Feeder,
+    recorder: "Recorder",
+    progress: Progress,
+    rewards: Mapping[str, Sequence[float]],
+) -> None:
+    """Ends a step: from here a resumed run goes on."""
+    next_index = feeder.top_up(progress.next_index)
+    boundary = cluster.boundary()
+    recorder.retired(boundary.retired, progress.step + 1)
+    progress.step += 1
+    progress.next_index = next_index
+    progress.rewards.append(statistics.fmean(r for group in rewards.values() for r in group))
+    progress.log_bytes = recorder.folder.log_bytes()
+    progress.cluster = boundary.state
 
 
 def _next_groups(
@@ -279,8 +315,8 @@ class Recorder:
                 self._write(step, sample, value, fate)
                 self.recent.append(sample)
 
-    def retired(self, cluster: RolloutCluster, step: int) -> None:
-        for retired in cluster.retired():
+    def retired(self, retired_samples: Sequence[Retired], step: int) -> None:
+        for retired in retired_samples:
             self._write(step, retired.sample, None, retired.fate)
 
     def _write(self, step: int, sample: RolloutSample, value: float | None, fate: str) -> None:
@@ -302,6 +338,7 @@ class Recorder:
         self.last = now
         self._sink.log(row)
         self.view.update(row)
+        progress.log_bytes = self.folder.log_bytes()
 
 
 def _checkpoint(folder: RunFolder, learner: Learner, progress: Progress) -> None:
@@ -310,6 +347,7 @@ def _checkpoint(folder: RunFolder, learner: Learner, progress: Progress) -> None
         "next_index": progress.next_index,
         "rewards": progress.rewards,
         "cluster": progress.cluster,
+        "log_bytes": progress.log_bytes,
     }
     model = dict(learner.model.named_parameters())
     detached = {name: parameter.detach() for name, parameter in model.items()}
@@ -359,12 +397,13 @@ def _summary(
     return summary | {
         "accepted_samples": now.ledger["accepted"],
         "accepted_samples_per_hour": now.ledger["accepted"] * 3600 / now.elapsed_s,
-        "tokens_per_second": now.generated_tokens / now.elapsed_s,
+        "tokens_per_second": now.counters.emitted / now.elapsed_s,
         "tokens_per_target_step": now.counters.tokens_per_target_step,
         "acceptance_rate": now.counters.acceptance_rate,
         "drift_kl": published.drift.kl if published else None,
         "ledger": now.ledger,
         "restarts": now.restarts,
+        "last_loss": now.last_loss,
     }
 
 

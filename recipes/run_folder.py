@@ -10,16 +10,17 @@ how long the two logs were; going on from it cuts them back to that, so that ste
 again leave no lines twice.
 """
 
+import fcntl
 import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import RunFolderError
@@ -33,6 +34,14 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = (path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise RunFolderError(
+                f"{path}: another process runs into this folder; wait for it or stop it"
+            ) from error
         self._samples = (path / "samples.jsonl").open("a")
 
     @staticmethod
@@ -55,20 +64,31 @@ class RunFolder:
         return RunFolder(path)
 
     @staticmethod
-    def resume(path: Path) -> tuple["RunFolder", "Checkpoint"]:
-        """Opens a run at its last checkpoint. Raises RunFolderError when there is none."""
-        if not (path / "config.yaml").is_file():
-            raise RunFolderError(f"{path}: no config.yaml; expected a run folder")
+    def resume(path: Path, config_yaml: str) -> tuple["RunFolder", "Checkpoint"]:
+        """Opens a run at its last checkpoint, with its config as resolved now. Raises
+        RunFolderError when there is none, or another process is at it."""
         names = sorted((path / "checkpoints").glob("step-*"))
         if not names:
             raise RunFolderError(f"{path}: no checkpoint to go on from; start the run again")
         checkpoint = Checkpoint(names[-1])
+        folder = RunFolder(path)
         for log, length in checkpoint.state["log_bytes"].items():
             _cut(path / log, length)
-        return RunFolder(path), checkpoint
+        (path / "config.yaml").write_text(config_yaml)
+        return folder, checkpoint
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        (self.path / name).write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        """Writes one file whole. Raises RunFolderError."""
+        try:
+            partial = self.path / f"{name}.partial"
+            partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+            partial.rename(self.path / name)
+        except OSError as error:
+            raise RunFolderError(f"{self.path / name}: {error.strerror}; free some room") from error
+
+    def add_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Adds keys to a file written before."""
+        self.write_json(name, json.loads((self.path / name).read_text()) | dict(content))
 
     def write_sample(self, line: Mapping[str, Any]) -> None:
         """Appends one sample; flushed, so that what was settled is on disk. Raises RunFolderError."""
@@ -80,6 +100,10 @@ class RunFolder:
                 f"{self._samples.name}: {error.strerror}; free some room"
             ) from error
 
+    def log_bytes(self) -> dict[str, int]:
+        """How long the logs are now."""
+        return {log: os.path.getsize(self.path / log) for log in LOGS if (self.path / log).exists()}
+
     def checkpoint(
         self,
         step: int,
@@ -87,31 +111,34 @@ class RunFolder:
         optimiser: Mapping[str, torch.Tensor],
         state: Mapping[str, Any],
     ) -> None:
-        """Writes one checkpoint and removes all but the newest few. Raises RunFolderError."""
+        """Writes one checkpoint and removes all but the newest few. Raises RunFolderError.
+        `state` holds `log_bytes`, the lengths of the logs it belongs to."""
         folder = self.path / "checkpoints"
-        sizes = {
-            log: os.path.getsize(self.path / log) for log in LOGS if (self.path / log).exists()
-        }
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
+        partial = folder / f"partial-{step:06d}"
         try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
             save_file({k: t.contiguous() for k, t in model.items()}, partial / "model.safetensors")
             save_file(dict(optimiser), partial / "optimiser.safetensors")
-            (partial / "state.json").write_text(json.dumps({**state, "log_bytes": sizes}))
+            (partial / "state.json").write_text(json.dumps(state))
             final = folder / f"step-{step:06d}"
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-        except OSError as error:
+        except (
+            OSError,
+            SafetensorError,
+        ) as error:  # the second is how safetensors tells a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise RunFolderError(
-                f"checkpoint at step {step} could not be written: {error.strerror}; earlier ones "
-                "are whole"
+                f"checkpoint at step {step} could not be written ({error}); earlier ones are whole"
             ) from error
         for old in sorted(folder.glob("step-*"))[:-KEPT_CHECKPOINTS]:
             shutil.rmtree(old)
 
     def close(self) -> None:
         self._samples.close()
+        self._lock.close()
 
 
 class Checkpoint:

@@ -71,22 +71,27 @@ def _rope(folder: Path, config: PreTrainedConfig, head_dim: int) -> tuple[tuple[
     return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the folder's safetensors files, in their stored dtype."""
+def check_weights(folder: Path) -> list[Path]:
+    """The folder's safetensors files. Raises UnsupportedModel when one is missing."""
     index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
-    weights: dict[str, torch.Tensor] = {}
     for name in names:
         if not (folder / name).is_file():
             raise UnsupportedModel(f"{folder}: {name} is missing; only safetensors are read")
+    return [folder / name for name in names]
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder's safetensors files, in their stored dtype."""
+    weights: dict[str, torch.Tensor] = {}
+    for path in check_weights(folder):
         try:
-            with safe_open(folder / name, framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 weights |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise UnsupportedModel(f"{folder / name}: not a safetensors file: {error}") from error
+            raise UnsupportedModel(f"{path}: not a safetensors file: {error}") from error
     return weights
 
 

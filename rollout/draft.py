@@ -40,6 +40,8 @@ class DenseLaw:
 
 DraftLaw = PointMass | SparseLaw | DenseLaw
 POINT_MASS = PointMass()
+LAW_TOLERANCE = 1e-5
+"""How far the float32 sum of a law may be from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
         if isinstance(law, PointMass):
             continue
         total = float(law.probs.sum(dtype=torch.float64))
-        if not abs(total - 1.0) < 1e-3 or bool((law.probs < 0).any()):
+        if not abs(total - 1.0) < LAW_TOLERANCE or bool((law.probs < 0).any()):
             raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
         if isinstance(law, DenseLaw) and law.probs.shape[0] != vocab_size:
             raise InvalidDraft(f"dense law over {law.probs.shape[0]} ids: expected {vocab_size}")

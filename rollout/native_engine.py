@@ -30,7 +30,7 @@ from rollout.streams import Draws, SeededDraws
 from rollout.verify import Verdict, verify
 
 MAX_PREFILL_TOKENS = 2048
-"""Prompt tokens run in one forward; bounds its activations."""
+"""Tokens of prompts and re-prefills run in one forward; bounds its activations."""
 
 
 def seeded_draws(request: RolloutRequest) -> Draws:
@@ -73,7 +73,9 @@ class NativeEngine:
         self._due: _Load | None = None
         self._finished_counters = SpecCounters()
         self._seconds = dict.fromkeys(("prefill", "propose", "score", "verify", "commit"), 0.0)
-        self._counts = dict.fromkeys(("rounds", "prefill_tokens", "forked_tokens", "samples"), 0)
+        self._counts = dict.fromkeys(
+            ("rounds", "prefill_tokens", "refill_tokens", "forked_tokens", "samples"), 0
+        )
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -204,26 +206,33 @@ class NativeEngine:
                 self._fork(donor, row)
             else:
                 leaders.setdefault(row.request.prompt_ids, row)
-        num_tokens = self._prefill(list(leaders.values()))
+        wanted = [(row, row.prompt_len - 1) for row in leaders.values()]
+        num_tokens = self._prefill(wanted, "prefill_tokens")
         for row in cold:
             if not self._holds_prompt(_slot(row), row):
                 self._fork(_slot(leaders[row.request.prompt_ids]), row)
-        return num_tokens
+        # Rows that were interrupted run what they had emitted, all but the last token, once more.
+        emitted = [(row, len(row.token_ids) - 1) for row in rows]
+        return num_tokens + self._prefill(emitted, "refill_tokens")
 
-    def _prefill(self, rows: list[Row]) -> int:
-        num_tokens = 0
+    def _prefill(self, wanted: Sequence[tuple[Row, int]], counted_as: str) -> int:
+        """Caches each row's tokens up to a length, MAX_PREFILL_TOKENS a forward; tokens run."""
         windows: list[Window] = []
-        for row in rows:
-            ids = row.request.prompt_ids[:-1]
-            windows.append(Window(_slot(row), 0, ids, num_logits=0))
-            self._cached[_slot(row)] = list(ids)
-            num_tokens += len(ids)
-            if sum(len(w.token_ids) for w in windows) >= MAX_PREFILL_TOKENS:
-                self.policy.score(windows)
-                windows = []
+        num_tokens, room = 0, MAX_PREFILL_TOKENS
+        for row, length in wanted:
+            cached = self._cached[_slot(row)]
+            while len(cached) < length:
+                ids = tuple(row.token_ids[len(cached) : min(length, len(cached) + room)])
+                windows.append(Window(_slot(row), len(cached), ids, num_logits=0))
+                cached += ids
+                num_tokens += len(ids)
+                room -= len(ids)
+                if not room:
+                    self.policy.score(windows)
+                    windows, room = [], MAX_PREFILL_TOKENS
         if windows:
             self.policy.score(windows)
-        self._counts["prefill_tokens"] += num_tokens
+        self._counts[counted_as] += num_tokens
         return num_tokens
 
     def _fork(self, source: int, row: Row) -> None:

@@ -24,9 +24,9 @@ from rollout.packing import unpack
 from rollout.policy import Window
 
 
-def default_dtype() -> torch.dtype:
+def default_dtype(device: str = "cpu") -> torch.dtype:
     """bf16 where products of it run in hardware, else float32."""
-    return torch.bfloat16 if has_bf16_gemm() else torch.float32
+    return torch.bfloat16 if has_bf16_gemm(torch.device(device).type) else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TransformerPolicy:
         device: str = "cpu",
     ) -> None:
         self.config, self.format, self.device = config, format_, torch.device(device)
-        self.dtype = dtype or default_dtype()
+        self.dtype = dtype or default_dtype(device)
         self.vocab_size, self.num_slots = config.vocab_size, num_slots
         self.context_len = min(context_len, config.max_context_len)
         self.weights: DecoderWeights | None = None

@@ -179,6 +179,26 @@ def test_a_killed_actor_is_replaced_and_no_sample_is_lost_or_doubled(tiny_llama:
         assert assert_fates_add_up(cluster)["accepted"] == 48
 
 
+def test_a_request_whose_actors_keep_dying_is_failed_and_the_rest_go_on(tiny_llama: Path) -> None:
+    """The limit is 0 here: a request that was lost with one actor is taken for the cause."""
+    config = config_for(tiny_llama, groups_per_step=1, max_reissues=0)
+    with RolloutCluster.launch(config) as cluster:
+        cluster.publish(0, read_weights(tiny_llama).items())
+        (victim,) = cluster.actors()
+        cluster.submit(prompts("poison", 1), SamplingParams(max_new_tokens=48), group_size=8)
+        os.kill(victim.pid, signal.SIGKILL)
+        with pytest.raises(InvalidRequest, match="only 0 groups"):  # it was dropped while waiting
+            cluster.next_groups(1, timeout_s=LIMIT_S)
+        cluster.submit(prompts("sound", 1), SAMPLING, group_size=2)
+        assert [g.id for g in take(cluster, 1)] == ["sound0"]
+        retired = cluster.retired()
+        assert {r.fate for r in retired} == {"failed"} and len(retired) == 8
+        lost = [r.sample for r in retired if r.sample.finish_reason == "error"]
+        assert lost and "lost with 1 actors" in lost[0].finish_detail
+        assert assert_fates_add_up(cluster)["failed"] == 8
+        assert "rollout-0" in cluster.metrics().last_loss
+
+
 def test_a_resumed_cluster_repeats_and_loses_nothing(tiny_llama: Path) -> None:
     """case 175: of 4 groups, 2 are trained, 2 are on their way when the state is taken."""
     config = config_for(tiny_llama)
@@ -187,7 +207,7 @@ def test_a_resumed_cluster_repeats_and_loses_nothing(tiny_llama: Path) -> None:
         first.publish(0, weights.items())
         first.submit(prompts("r", 4), SAMPLING, group_size=2)
         trained = take(first, 2)
-        state = first.state()
+        state = first.boundary().state
     names = {id_.partition("/")[0] for id_ in state["unfinished"]}
     assert names == {"r2", "r3"}
     with RolloutCluster.launch(config) as second:

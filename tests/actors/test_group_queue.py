@@ -102,8 +102,8 @@ def test_a_group_that_lost_a_member_is_dropped_whole() -> None:  # case 178
     queue.deliver(sample(requests[0], 0))
     queue.deliver(sample(requests[1], 0))
     assert queue.drop_failed() == []  # the third is still in flight
-    queue.fail(requests[2].id)
-    assert [s.request.id for s in queue.drop_failed()] == ["g0/0", "g0/1"]
+    queue.fail(sample(requests[2]))
+    assert [s.request.id for s in queue.drop_failed()] == ["g0/0", "g0/1", "g0/2"]
 
 
 def test_a_short_group_is_handed_over_only_when_allowed_and_says_so() -> None:  # case 179
@@ -112,16 +112,17 @@ def test_a_short_group_is_handed_over_only_when_allowed_and_says_so() -> None:  
     requests = queue.dispatch()
     for request in requests[:3]:
         queue.deliver(sample(request, 0))
-    queue.fail(requests[3].id)
+    queue.fail(sample(requests[3]))
     assert queue.drop_failed() == []
     taken = queue.take(1, version=0)
     assert taken is not None and taken[0].short and len(taken[0].samples) == 3
+    assert [s.request.id for s in taken[0].failed] == ["g/3"]
 
 
 def test_a_group_without_any_member_is_dropped_even_when_short_ones_are_allowed() -> None:
     queue = GroupQueue(max_staleness=1, groups_per_step=1, allow_short_groups=True)
     queue.add(group("g", 1))
-    queue.fail(queue.dispatch()[0].id)
+    queue.fail(sample(queue.dispatch()[0]))
     queue.drop_failed()
     assert queue.num_open == 0
 
@@ -139,15 +140,14 @@ def test_every_sample_leaves_the_queue_exactly_once(seed: int) -> None:
     """Conservation over random deliveries, failures, publishes and takes."""
     chance = random.Random(seed)
     queue = queue_of(12, size=3, max_staleness=1, groups_per_step=2)
-    version, out, failed = 0, [], 0
+    version, out = 0, []
     in_flight: list[RolloutRequest] = []
     while queue.num_open or queue.num_queued:
         in_flight += queue.dispatch()
         chance.shuffle(in_flight)
         for request in [in_flight.pop() for _ in range(min(len(in_flight), chance.randrange(4)))]:
             if chance.random() < 0.1:
-                queue.fail(request.id)
-                failed += 1
+                queue.fail(sample(request))
             else:
                 queue.deliver(sample(request, version))
         out += queue.drop_failed() + queue.drop_stale(version)
@@ -157,4 +157,4 @@ def test_every_sample_leaves_the_queue_exactly_once(seed: int) -> None:
             version += 1
             queue.published()
     ids = [s.request.id for s in out]
-    assert len(ids) == len(set(ids)) and len(ids) + failed == 12 * 3
+    assert len(ids) == len(set(ids)) == 12 * 3

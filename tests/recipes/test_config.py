@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import RunConfig, documented_options, load_config, to_yaml
+from recipes.config import RunConfig, documented_options, load_config, resumed_config, to_yaml
 from rollout.errors import InvalidConfig
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -77,3 +77,10 @@ def test_a_missing_recipe_and_a_missing_name_are_refused(tmp_path: Path) -> None
 
 def test_defaults_alone_make_a_run() -> None:
     assert isinstance(load_config(None, ["name=x"]), RunConfig)
+
+
+@pytest.mark.parametrize("override", ["seed=1", "learner.group_size=4", "task.max_operand=9"])
+def test_going_on_may_not_change_what_the_samples_are(override: str) -> None:
+    with pytest.raises(InvalidConfig, match="cannot go on with"):
+        resumed_config(QUICKSTART, [override])
+    assert resumed_config(QUICKSTART, ["steps=99"]).steps == 99

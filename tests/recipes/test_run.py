@@ -146,7 +146,7 @@ def test_the_quickstart_runs_on_smollm2(
         (["run", QUICKSTART, "model.path=/no/such/folder"], r"no config\.json"),
         (["run", "missing.yaml"], "no such recipe"),
         (["run"], "no recipe"),
-        (["run", "--resume", "nowhere"], "no such recipe"),
+        (["run", "--resume", "nowhere"], "expected a run folder"),
         (["report", "nowhere"], "no such run folder"),
         (["stop", "nobody"], "no cluster named nobody"),
         (["status", "nobody"], "neither a run folder nor a cluster"),

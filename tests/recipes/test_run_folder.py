@@ -4,22 +4,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from recipes.run_folder import RunFolder
 from rollout.errors import RunFolderError
 
 MODEL = {"w": torch.arange(4.0)}
-STATE = {"step": 1}
+STATE = {"step": 1, "log_bytes": {}}
+CONFIG = "name: test\n"
 
 
 def folder(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path, "test", "name: test\n")
+    return RunFolder.create(tmp_path, "test", CONFIG)
 
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     made = folder(tmp_path)
     made.checkpoint(1, MODEL, {"w.exp_avg": torch.ones(4)}, STATE)
-    _, checkpoint = RunFolder.resume(made.path)
+    made.close()
+    _, checkpoint = RunFolder.resume(made.path, CONFIG)
     assert torch.equal(checkpoint.model()["w"], MODEL["w"])
     assert torch.equal(checkpoint.optimiser()["w.exp_avg"], torch.ones(4))
     assert checkpoint.state["step"] == 1
@@ -29,11 +32,13 @@ def test_going_on_cuts_the_logs_to_the_checkpoint(tmp_path: Path) -> None:
     made = folder(tmp_path)
     made.write_sample({"id": "kept"})
     (made.path / "metrics.jsonl").write_text('{"learner/step": 1}\n')
-    made.checkpoint(1, MODEL, {}, STATE)
-    made.write_sample({"id": "done again"})
+    state = STATE | {"log_bytes": made.log_bytes()}
+    made.write_sample({"id": "done again"})  # after the boundary, before the checkpoint
+    made.checkpoint(1, MODEL, {}, state)
     with (made.path / "metrics.jsonl").open("a") as log:
         log.write('{"learner/st')  # killed while writing
-    RunFolder.resume(made.path)
+    made.close()
+    RunFolder.resume(made.path, CONFIG)
     assert (made.path / "samples.jsonl").read_text() == '{"id": "kept"}\n'
     assert (made.path / "metrics.jsonl").read_text() == '{"learner/step": 1}\n'
 
@@ -61,14 +66,15 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "file", "test", "")
 
 
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     made = folder(tmp_path)
     made.checkpoint(1, MODEL, {}, STATE)
 
     def no_space(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise kind("No space left on device")
 
     monkeypatch.setattr("recipes.run_folder.save_file", no_space)
     with pytest.raises(RunFolderError, match="No space left"):
@@ -79,14 +85,24 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole(
 @pytest.mark.parametrize("missing", ["nothing", "checkpoint"])
 def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, missing: str) -> None:
     path = tmp_path / "none" if missing == "nothing" else folder(tmp_path).path
-    with pytest.raises(RunFolderError, match=r"no config\.yaml|no checkpoint"):
-        RunFolder.resume(path)
+    with pytest.raises(RunFolderError, match="no checkpoint"):
+        RunFolder.resume(path, CONFIG)
 
 
 def test_logs_that_lost_lines_are_not_gone_on_from(tmp_path: Path) -> None:
     made = folder(tmp_path)
     made.write_sample({"id": "a"})
-    made.checkpoint(1, MODEL, {}, STATE)
+    made.checkpoint(1, MODEL, {}, STATE | {"log_bytes": made.log_bytes()})
     (made.path / "samples.jsonl").write_text("")
+    made.close()
     with pytest.raises(RunFolderError, match="lines are lost"):
-        RunFolder.resume(made.path)
+        RunFolder.resume(made.path, CONFIG)
+
+
+def test_a_folder_that_a_process_runs_into_is_left_alone(tmp_path: Path) -> None:
+    made = folder(tmp_path)
+    made.write_sample({"id": "a"})
+    made.checkpoint(1, MODEL, {}, STATE | {"log_bytes": {"samples.jsonl": 0}})
+    with pytest.raises(RunFolderError, match="another process runs into this folder"):
+        RunFolder.resume(made.path, CONFIG)
+    assert (made.path / "samples.jsonl").read_text() == '{"id": "a"}\n'
