@@ -3,7 +3,7 @@
 State is the queue (order and staleness), the ledger (fates), and for each member which requests it
 holds. A supervising thread collects finished samples, sends new requests, and replaces members that
 died; the learner's calls touch the same state under one lock. A member serves only while it holds
-the current version. Nothing here waits without a limit.
+the current version. Every wait for another process has a limit.
 """
 
 import threading

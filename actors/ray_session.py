@@ -1,4 +1,4 @@
-"""Ray on this machine: started quietly, on loopback, and left as it was found."""
+"""Ray on this machine: started quietly and on loopback; `ray_session` leaves it as it was found."""
 
 import logging
 import os

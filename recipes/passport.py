@@ -62,7 +62,7 @@ def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
             "block matrices": "INT8 per output channel"
             if config.quant != "none"
             else "not quantised",
-            "excluded": ["embedding", "output head", "norms"],
+            "always full precision": ["embedding", "output head", "norms", "biases"],
         },
         "proposer": config.proposer,
         "machine": machine(),

@@ -49,7 +49,7 @@ class Progress:
 
     step: int = 0
     next_index: int = 0
-    """Prompts submitted so far."""
+    """Prompts submitted up to the boundary."""
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each step's groups, before any were set aside."""
     cluster: dict[str, Any] = field(default_factory=dict)
@@ -70,16 +70,17 @@ class Feeder:
         sampling: SamplingParams,
     ) -> None:
         self._cluster, self._tokenizer, self._sampling = cluster, tokenizer, sampling
+        self.next_index = 0
         self._size = config.learner.group_size
         self._ahead = (config.actors.max_staleness + 2) * config.learner.groups_per_step
         self._task = _task(config)
 
-    def top_up(self, next_index: int) -> int:
-        """Submits prompts from `next_index` on until as many groups are held as pacing may open and
-        a step more; dropped groups are made up for. The index to go on from."""
+    def top_up(self) -> None:
+        """Submits prompts until as many groups are held as pacing may open and a step more; so
+        dropped groups are made up for."""
         missing = max(0, self._ahead - self._cluster.metrics().groups_held)
-        self.submit(range(next_index, next_index + missing))
-        return next_index + missing
+        self.submit(range(self.next_index, self.next_index + missing))
+        self.next_index += missing
 
     def submit(self, indices: Sequence[int], finished: Sequence[RolloutSample] = ()) -> None:
         prompts = [self._prompt(index) for index in indices]
@@ -191,7 +192,8 @@ def _begin(
     """Puts the first weights in force and enough prompts on the way."""
     if checkpoint is None:
         cluster.publish(0, learner.model.named_parameters())
-        return Progress(next_index=feeder.top_up(0))
+        feeder.top_up()
+        return Progress()
     state = checkpoint.state
     learner.load(checkpoint.model(), checkpoint.optimiser())
     cluster.restore(state["cluster"])
@@ -199,7 +201,9 @@ def _begin(
     finished = [RolloutSample.from_json(row) for row in state["cluster"]["finished"]]
     unfinished = sorted({int(id_.partition("/")[0]) for id_ in state["cluster"]["unfinished"]})
     feeder.submit(unfinished, finished)
-    return Progress(state["step"], feeder.top_up(state["next_index"]), list(state["rewards"]))
+    feeder.next_index = state["next_index"]
+    feeder.top_up()
+    return Progress(state["step"], rewards=list(state["rewards"]))
 
 
 def _train(
@@ -214,7 +218,7 @@ def _train(
     started = time.monotonic()
     recorder.last = cluster.metrics()
     while progress.step < config.steps:
-        groups, wait_s = _next_groups(config, cluster, recorder, stop)
+        groups, wait_s = _next_groups(config, cluster, feeder, recorder, stop)
         if groups is None:
             progress.ended = "interrupted"
             return
@@ -251,18 +255,22 @@ def _reach_boundary(
     rewards: Mapping[str, Sequence[float]],
 ) -> None:
     """Ends a step: from here a resumed run goes on."""
-    next_index = feeder.top_up(progress.next_index)
+    feeder.top_up()
     boundary = cluster.boundary()
     recorder.retired(boundary.retired, progress.step + 1)
     progress.step += 1
-    progress.next_index = next_index
+    progress.next_index = feeder.next_index
     progress.rewards.append(statistics.fmean(r for group in rewards.values() for r in group))
     progress.log_bytes = recorder.folder.log_bytes()
     progress.cluster = boundary.state
 
 
 def _next_groups(
-    config: RunConfig, cluster: RolloutCluster, recorder: "Recorder", stop: StopRequest
+    config: RunConfig,
+    cluster: RolloutCluster,
+    feeder: Feeder,
+    recorder: "Recorder",
+    stop: StopRequest,
 ) -> tuple[list[RolloutGroup] | None, float]:
     """The next groups and how long they took to come; None when somebody asked to stop."""
     recorder.view.phase("waiting for rollouts")
@@ -274,6 +282,7 @@ def _next_groups(
         except RolloutTimeout:
             if time.monotonic() - started > config.learner.wait_timeout_s:
                 raise
+            feeder.top_up()
     return None, time.monotonic() - started
 
 

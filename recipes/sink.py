@@ -278,7 +278,7 @@ class MetricsSink:
 
     @contextmanager
     def _guard(self, doing: str) -> Iterator[None]:
-        """The one broad catch of the project: metrics may fail, a run may not fail for them."""
+        """Broad on purpose: metrics may fail, a run may not fail for them. Counts what it swallows."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
