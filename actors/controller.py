@@ -148,7 +148,7 @@ class Controller:
             begun: Begun | None = None
             if self._update is not None:
                 limit = self._config.publish_timeout_s
-                begin = member.handle.begin.remote(self._update.weights)
+                begin = member.handle.begin.remote(self._update.weights, limit)
                 begun = member.ask(begin, limit)
                 committed = member.ask(self._commit_call(member), limit)
             with self._changed:
@@ -237,9 +237,10 @@ class Controller:
             if current is not None and version <= current:
                 raise InvalidWeights(f"version {version}: expected one above {current}")
             # Owned by this process from here on: the learner may leave, a new member will need it.
-            own = ray.put(ray.get(boxed_update[0], timeout=self._config.publish_timeout_s))
+            limit = self._config.publish_timeout_s
+            own = ray.put(ray.get(boxed_update[0], timeout=limit))
             begun = self._on_all(
-                self._serving(), lambda m: m.handle.begin.remote(own), abandon=version
+                self._serving(), lambda m: m.handle.begin.remote(own, limit), abandon=version
             )
             self._begun = _Begun(own, version, begun)
 
@@ -252,9 +253,10 @@ class Controller:
                 raise InvalidWeights(f"version {version} was not begun")
             begun, self._begun = self._begun, None
             self._update = _Update(begun.reference, version, reference, started)
+            limit = self._config.publish_timeout_s
             late = [m for m in self._serving() if m.name not in begun.answers]
             begun.answers.update(
-                self._on_all(late, lambda m: m.handle.begin.remote(begun.reference))
+                self._on_all(late, lambda m: m.handle.begin.remote(begun.reference, limit))
             )
             swapped = self._on_all(self._serving(), self._commit_call)
             if swapped:

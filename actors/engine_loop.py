@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout.engine import Engine, InFlight
 from rollout.errors import RolloutTimeout
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,24 @@ class EngineLoop:
                 self._changed.notify_all()
 
         self._put(abort)
+
+    def call(self, work: Callable[[], Answer], timeout_s: float) -> Answer:
+        """Does something in the loop's thread between two rounds, so that the process never computes
+        with more threads than it has cores; its answer, or its error, here. Raises RolloutTimeout."""
+        answer: Future[Answer] = Future()
+
+        def do() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:  # noqa: BLE001  # the caller's, not the loop's
+                answer.set_exception(error)
+
+        self._put(do)
+        try:
+            return answer.result(timeout_s)
+        except FutureTimeout as error:
+            self._check()
+            raise RolloutTimeout(f"no round ended within {timeout_s} s") from error
 
     def load(
         self, prepared: Any, *, version: int, digest: str, in_flight: InFlight, timeout_s: float

@@ -75,8 +75,12 @@ class RolloutActor:
     def info(self) -> ActorInfo:
         return self._info
 
-    def begin(self, update: WeightUpdate) -> Begun:
-        """Builds an update beside the weights in force and runs the probe on it."""
+    def begin(self, update: WeightUpdate, timeout_s: float) -> Begun:
+        """Builds an update beside the weights in force and runs the probe on it, between two
+        rounds."""
+        return self._loop.call(lambda: self._build(update), timeout_s)
+
+    def _build(self, update: WeightUpdate) -> Begun:
         prepared = self._engine.prepare(update.tensors())
         logits = self._probe.logits(prepared)
         if not bool(logits.isfinite().all()):

@@ -143,8 +143,8 @@ def test_pacing_that_can_never_be_met_is_refused(cluster: RolloutCluster) -> Non
 
 
 def test_old_weights_are_let_go(cluster: RolloutCluster, tiny_llama: Path) -> None:
-    """case 184: publishing again and again leaves no more objects referenced than publishing twice,
-    in this process and in the controller's."""
+    """case 184: ten publishes more leave no more objects referenced, in this process and in the
+    controller's. Counts lag by a call or two; a leak would add ten."""
     weights = read_weights(tiny_llama)
     counts = []
     for _ in range(2):
@@ -154,7 +154,8 @@ def test_old_weights_are_let_go(cluster: RolloutCluster, tiny_llama: Path) -> No
         counts.append(
             (held, cluster._ask(cluster._controller.__ray_call__.remote(_num_references)))
         )
-    assert counts[0] == counts[1]
+    (mine, theirs), (mine_later, theirs_later) = counts
+    assert mine_later <= mine + 3 and theirs_later <= theirs + 3
 
 
 def _num_references(_: object = None) -> int:
@@ -176,6 +177,7 @@ def test_a_killed_actor_is_replaced_and_no_sample_is_lost_or_doubled(tiny_llama:
         assert {v for g in groups for s in g.samples for v, _ in s.version_spans} == {7}
         (replacement,) = cluster.actors()
         assert replacement.pid != victim.pid and cluster.metrics().restarts == 1
+        assert replacement.threads == 1  # as many as the cores it was given
         assert assert_fates_add_up(cluster)["accepted"] == 48
 
 

@@ -121,3 +121,13 @@ def test_aborted_requests_hand_back_what_they_have() -> None:
     assert by_id["r4"].finish_reason == "abort"
     assert len(by_id["r0"].token_ids) == 40
     loop.stop()
+
+
+def test_work_between_rounds_answers_its_caller_and_its_errors_spare_the_loop() -> None:
+    loop = loop_of()
+    assert loop.call(threading.current_thread, LIMIT_S) is loop._thread
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda: 1 // 0, LIMIT_S)
+    loop.submit([request()])
+    assert len(collect(loop, 1)) == 1
+    loop.stop()
