@@ -29,6 +29,8 @@ from recipes.stop_request import StopRequest
 from rollout.errors import FleetDead, InvalidConfig, RolloutTimeout
 
 STOP_TIMEOUT_S = 30.0
+START_TOLERANCE_S = 5.0
+"""A process's start time is counted from a boot time that moves with clock corrections."""
 DETACH_TIMEOUT_S = 240.0
 
 
@@ -175,7 +177,8 @@ def _alive(file: Path) -> dict[str, Any] | None:
         return None
     running: dict[str, Any] = json.loads(file.read_text())
     try:
-        same = psutil.Process(running["pid"]).create_time() == running["started"]
+        started_s = psutil.Process(running["pid"]).create_time()
+        same = abs(started_s - running["started"]) < START_TOLERANCE_S
     except psutil.NoSuchProcess:
         same = False
     if not same:
