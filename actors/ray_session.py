@@ -24,9 +24,9 @@ def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> boo
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray runs workers at niceness 15: beside a learner on the same cores they would starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    if address is None:
-        _stay_on_loopback()
-    else:
+    if address is None or address.startswith(LOOPBACK):
+        _stay_on_loopback()  # also to join: a process that calls itself otherwise finds no node
+    if address is not None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)
         return True
     ray.init(
