@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -13,13 +14,15 @@ from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
 from rollout.checkpoint import read_config, read_tokenizer
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
+from rollout.grammar import CompileGrammar
 from rollout.native_engine import NativeEngine
 from rollout.proposer import Proposer
 from rollout.request import Mode
 from rollout.stop_text import Decode
 from rollout.transformer_policy import TransformerPolicy, default_dtype
+from rollout.verify import Rule
 
-ProposerName = Literal["none", "ngram", "history"]
+ProposerName = Literal["none", "ngram", "history", "history_sampled"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -34,6 +37,10 @@ class EngineSpec:
     draft_len: int | None = None
     """Fixed draft length; None chooses it round by round up to `max_draft_len`."""
     max_draft_len: int = 8
+    tree_nodes: int = 0
+    """Nodes of the draft trees that compete with chains; 0 drafts chains only."""
+    verification: Rule = "block"
+    """How sampled drafts are verified; point masses have one rule."""
     history_max_tokens: int = 200_000
     num_slots: int = 32
     context_len: int = 1024
@@ -52,6 +59,9 @@ def make_proposer(spec: EngineSpec) -> Proposer:
         "none": NoProposer,
         "ngram": NgramProposer,
         "history": lambda: HistoryProposer(max_tokens=spec.history_max_tokens),
+        "history_sampled": lambda: HistoryProposer(
+            draw="counts", max_tokens=spec.history_max_tokens
+        ),
     }
     return makers[spec.proposer]()
 
@@ -62,7 +72,7 @@ def make_draft_len(spec: EngineSpec) -> DraftLen:
         return FixedDraftLen(0)
     if spec.draft_len is not None:
         return FixedDraftLen(spec.draft_len)
-    return AdaptiveDraftLen(spec.max_draft_len)
+    return AdaptiveDraftLen(spec.max_draft_len, tree_nodes=spec.tree_nodes)
 
 
 def make_policy(
@@ -87,6 +97,25 @@ def make_decode(spec: EngineSpec) -> Decode | None:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
+def make_compile_grammar(spec: EngineSpec) -> CompileGrammar | None:
+    """Grammars over the model's tokenizer; None for a folder without one. llguidance is loaded by
+    the first request that brings a grammar, and asked for by name where it is not installed."""
+    folder = Path(spec.model_folder)
+    if not (folder / "tokenizer.json").is_file():
+        return None
+
+    @lru_cache(maxsize=1)
+    def grammars() -> CompileGrammar:
+        from rollout.llguidance_grammar import LlguidanceGrammars
+
+        config = read_config(folder)
+        return LlguidanceGrammars(
+            folder, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
+        )
+
+    return lambda grammar: grammars()(grammar)
+
+
 def make_engine(spec: EngineSpec) -> NativeEngine:
     """The engine, still without weights."""
     return NativeEngine(
@@ -94,5 +123,7 @@ def make_engine(spec: EngineSpec) -> NativeEngine:
         make_proposer(spec),
         make_draft_len(spec),
         mode=spec.mode,
+        verification=spec.verification,
         decode=make_decode(spec),
+        compile_grammar=make_compile_grammar(spec),
     )

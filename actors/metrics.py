@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from quant.drift import Drift
 from rollout.ledger import Ledger
 from rollout.request import SpecCounters
+from rollout.watch import acceptance_p_value, alarm, pit_p_value
 
 PHASES = ("prefill", "propose", "score", "verify", "commit")
 
@@ -101,6 +102,7 @@ def metrics_row(before: ClusterSnapshot, now: ClusterSnapshot) -> dict[str, floa
         row, "rollout/truncated_rate", now.truncated_samples - before.truncated_samples, finished
     )
     row |= spec_row(before.counters, now.counters)
+    row |= exactness_row(now.counters)
     phases = {p: now.phase_s.get(p, 0.0) - before.phase_s.get(p, 0.0) for p in PHASES}
     total = sum(phases.values())
     _ratio(row, "spec/time/propose_share", phases["propose"], total)
@@ -131,15 +133,16 @@ def spec_row(before: SpecCounters, now: SpecCounters) -> dict[str, float]:
     row: dict[str, float] = {}
     rounds = now.rounds - before.rounds
     verified, accepted = now.verified - before.verified, now.accepted - before.accepted
-    reached = now.num_reached - before.num_reached
+    foretold = now.foretold_reached - before.foretold_reached
     expected = now.expected_accepted - before.expected_accepted
+    observed = now.foretold_accepted - before.foretold_accepted
     drafted_rounds = _first(now.reached) - _first(before.reached)
     _ratio(row, "spec/acceptance_rate", accepted, verified)
     _ratio(row, "spec/tokens_per_target_step", now.emitted - before.emitted, rounds)
     _ratio(row, "spec/accepted_len_mean", accepted, drafted_rounds)
     _ratio(row, "spec/draft_len_mean", now.drafted - before.drafted, rounds)
-    _ratio(row, "spec/expected_acceptance", expected, reached)
-    _ratio(row, "spec/observed_minus_expected", accepted - expected, reached)
+    _ratio(row, "spec/expected_acceptance", expected, foretold)
+    _ratio(row, "spec/observed_minus_expected", observed - expected, foretold)
     for depth, count in enumerate(now.reached):
         old = before.reached[depth] if depth < len(before.reached) else 0
         old_accepted = (
@@ -151,6 +154,18 @@ def spec_row(before: SpecCounters, now: SpecCounters) -> dict[str, float]:
             now.accepted_by_position[depth] - old_accepted,
             count - old,
         )
+    return row
+
+
+def exactness_row(counters: SpecCounters) -> dict[str, float]:
+    """The watch over everything emitted so far (`rollout.watch`); `exact/alarm` is 0 or 1."""
+    row = {"exact/alarm": float(alarm(counters))}
+    for name, p_value in (
+        ("exact/acceptance_p_value", acceptance_p_value(counters)),
+        ("exact/pit_p_value", pit_p_value(counters)),
+    ):
+        if p_value is not None:
+            row[name] = p_value
     return row
 
 

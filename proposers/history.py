@@ -1,21 +1,32 @@
 """Drafts from this run's other rollouts of the same prompt, finished and in flight, across steps.
 
 A prompt's rollouts share a suffix index: where each n-gram of their tokens was followed by more. The
-suffix of a row is matched at the longest length known; among the occurrences that match, the most
-frequent next token is drafted, the occurrences that disagree are dropped, and so on until the draft
-is long enough or nothing is left. Every drafted token is a point mass, so old rollouts that
-influenced the weights bias nothing: verification emits what plain sampling would.
+suffix of a row is matched at the longest length known; the occurrences that match vote on the next
+token, those that disagree with what was drafted are dropped, and so on until the draft is long
+enough or nothing is left. How a vote becomes a draft is `draw`:
+
+- `mode`: the most frequent token, a point mass;
+- `counts`: a token drawn from the frequencies with the row's own fresh randomness, a sparse law.
+
+As a tree (`propose_trees`) every continuation is a branch, the most frequent paths first.
+
+Old rollouts have influenced the weights that verify, so treating one as a sample of its old policy
+would be biased. Neither form does: the first is deterministic, the second draws anew from a frozen
+distribution, and verification emits what plain sampling would.
 
 Memory is bounded in tokens. Whole rollouts are evicted, oldest first, never one in flight; while
 nothing can be evicted, new tokens wait unrecorded. Nothing crosses prompts: the key is the prompt
 itself, its token ids, so a reused prompt id with another prompt starts empty.
 """
 
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rollout.draft import NO_DRAFT, Draft
+from rollout.draft_tree import grow_tree
+from rollout.drafting import Drafting, sparse_law
 from rollout.row import Row
 
 MAX_OCCURRENCES = 64
@@ -23,6 +34,7 @@ MAX_OCCURRENCES = 64
 
 Occurrence = tuple[int, int]  # (sequence serial, position behind the n-gram)
 Ngram = tuple[int, ...]
+Draw = Literal["mode", "counts"]
 
 
 @dataclass(slots=True)
@@ -49,9 +61,14 @@ class HistoryProposer:
     """Longest-suffix match over the run's rollouts of the same prompt."""
 
     def __init__(
-        self, *, max_tokens: int = 1_000_000, min_match: int = 1, max_match: int = 4
+        self,
+        *,
+        draw: Draw = "mode",
+        max_tokens: int = 1_000_000,
+        min_match: int = 1,
+        max_match: int = 4,
     ) -> None:
-        self._max_tokens = max_tokens
+        self._draw, self._max_tokens = draw, max_tokens
         self._lengths = range(max_match, min_match - 1, -1)
         self._max_match = max_match
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # oldest first
@@ -64,32 +81,61 @@ class HistoryProposer:
         return [self._draft(row, max_len) for row, max_len in zip(rows, max_lens, strict=True)]
 
     def _draft(self, row: Row, max_len: int) -> Draft:
+        drafting = Drafting(row, max_len)
+        occurrences = self._match(row) if max_len else []
+        while drafting.room and (votes := self._votes(occurrences)):
+            if self._draw == "mode":
+                token = next(iter(votes))
+                drafting.point(token)
+            else:
+                token = drafting.sample(sparse_law({t: float(len(o)) for t, o in votes.items()}))
+            occurrences = votes[token]
+        return drafting.done()
+
+    def propose_trees(
+        self, rows: Sequence[Row], max_nodes: Sequence[int], max_depths: Sequence[int]
+    ) -> list[Draft]:
+        return [
+            grow_tree(self._match(row), self._branches, max_nodes=nodes, max_depth=depth)
+            if nodes
+            else NO_DRAFT
+            for row, nodes, depth in zip(rows, max_nodes, max_depths, strict=True)
+        ]
+
+    def _match(self, row: Row) -> list[Occurrence]:
+        """Occurrences of the longest known suffix that something follows, oldest first."""
         index = self._prompts.get(row.request.prompt_ids)
-        if not max_len or index is None:
-            return NO_DRAFT
+        if index is None:
+            return []
         for length in self._lengths:
             suffix = tuple(row.token_ids[-length:])
             if len(suffix) == length and (found := index.occurrences.get(suffix)):
-                tokens = self._majority_path(found[-MAX_OCCURRENCES:], max_len)
-                if tokens:
-                    return Draft.of_points(tokens)
-        return NO_DRAFT
+                followed = [o for o in found[-MAX_OCCURRENCES:] if self._next_token(o) is not None]
+                if followed:
+                    return followed
+        return []
 
-    def _majority_path(self, occurrences: list[Occurrence], max_len: int) -> list[int]:
-        """Follows the most frequent continuation; the most recent of equals."""
-        path: list[int] = []
-        while len(path) < max_len:
-            following = [
-                (serial, position, self._sequences[serial].tokens[position])
-                for serial, position in reversed(occurrences)
-                if position < len(self._sequences[serial].tokens)
-            ]
-            if not following:
-                break
-            token = Counter(token for _, _, token in following).most_common(1)[0][0]
-            path.append(token)
-            occurrences = [(s, p + 1) for s, p, t in reversed(following) if t == token]
-        return path
+    def _next_token(self, occurrence: Occurrence) -> int | None:
+        serial, position = occurrence
+        tokens = self._sequences[serial].tokens
+        return tokens[position] if position < len(tokens) else None
+
+    def _votes(self, occurrences: list[Occurrence]) -> dict[int, list[Occurrence]]:
+        """Next token -> the occurrences behind it; the most frequent first, of equals the most
+        recent."""
+        behind: dict[int, list[Occurrence]] = {}
+        for occurrence in reversed(occurrences):
+            if (token := self._next_token(occurrence)) is not None:
+                behind.setdefault(token, []).append((occurrence[0], occurrence[1] + 1))
+        ranked = sorted(behind.items(), key=lambda item: -len(item[1]))
+        return {token: following[::-1] for token, following in ranked}
+
+    def _branches(
+        self, occurrences: list[Occurrence]
+    ) -> Iterator[tuple[int, float, list[Occurrence]]]:
+        votes = self._votes(occurrences)
+        total = sum(map(len, votes.values())) + 1.0  # one more for what was never seen
+        return ((token, len(behind) / total, behind) for token, behind in votes.items())
 
     def observe(self, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -64,6 +64,16 @@ class DraftConfig:
 
     length: int | None = option(None, "Fixed draft length, tokens; null chooses it every round.")
     max_length: int = option(8, "Longest draft a round may choose, tokens.")
+    tree_nodes: int = option(
+        0, "Size of draft trees that compete with chains, tokens; 0 is chains only."
+    )
+    verification: str = option(
+        "block",
+        "How sampled drafts are verified: the whole draft at once, or position by position, which "
+        "never accepts more. Drafts without randomness have one rule.",
+        "block",
+        "position",
+    )
     history_max_tokens: int = option(
         200_000, "Rollout tokens the history proposer remembers; up to 1 KB of memory a token."
     )
@@ -165,10 +175,12 @@ class RunConfig:
     )
     proposer: str = option(
         "history",
-        "Where drafts come from: nowhere, the row itself, or this run's rollouts of the prompt.",
+        "Where drafts come from: nowhere, the row itself, this run's rollouts of the prompt (their "
+        "most frequent continuation, or one drawn from the frequencies).",
         "none",
         "ngram",
         "history",
+        "history_sampled",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -306,6 +318,13 @@ def check_config(config: RunConfig) -> None:
             f"draft.length={draft.length} is not in 0..draft.max_length={draft.max_length}; lower "
             "draft.length or raise draft.max_length"
         )
+    if draft.tree_nodes < 0:
+        raise InvalidConfig(f"draft.tree_nodes={draft.tree_nodes}: expected at least 0")
+    if draft.tree_nodes and (draft.length is not None or config.proposer != "history"):
+        raise InvalidConfig(
+            f"draft.tree_nodes={draft.tree_nodes} needs proposer=history, which can branch, and "
+            "draft.length=null: trees are used when the draft-length controller finds they pay"
+        )
     if config.proposer == "none" and draft.length:
         raise InvalidConfig(
             f"draft.length={draft.length} with proposer=none: nobody drafts; name a proposer or "
@@ -355,6 +374,8 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
         proposer=config.proposer,  # type: ignore[arg-type]
         draft_len=config.draft.length,
         max_draft_len=config.draft.max_length,
+        tree_nodes=config.draft.tree_nodes,
+        verification=config.draft.verification,  # type: ignore[arg-type]
         history_max_tokens=config.draft.history_max_tokens,
         num_slots=config.actors.slots,
         context_len=config.model.context_len,

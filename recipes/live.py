@@ -125,7 +125,10 @@ class LiveView:
         """The block as it is drawn now."""
         with self._lock:
             phase, latest = self._phase, dict(self._latest)
-        return Group(self._progress, _table(latest), Text(f"phase: {phase}", style="dim"))
+        lines: list[RenderableType] = [self._progress, _table(latest)]
+        if latest.get("exact/alarm"):
+            lines.append(Text("exactness alarm: see exact/* and rollout audit", style="bold red"))
+        return Group(*lines, Text(f"phase: {phase}", style="dim"))
 
 
 def _table(latest: Row) -> Table:

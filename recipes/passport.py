@@ -46,16 +46,21 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def model_files(folder: Path) -> dict[str, str | None]:
+    """A model folder and the digests of what is in it."""
+    return {
+        "folder": str(folder),
+        "weights_sha256": _sha256(folder / "model.safetensors"),
+        "tokenizer_sha256": _sha256(folder / "tokenizer.json"),
+    }
+
+
 def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
     """Everything known before the first token."""
     return {
         "command": sys.argv,
-        "project": _git(),
-        "model": {
-            "folder": str(model_folder),
-            "weights_sha256": _sha256(model_folder / "model.safetensors"),
-            "tokenizer_sha256": _sha256(model_folder / "tokenizer.json"),
-        },
+        "project": project_state(),
+        "model": model_files(model_folder),
         "mode": config.mode,
         "quant": {
             "format": config.quant,
@@ -106,7 +111,7 @@ def _sha256(file: Path) -> str | None:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _git() -> dict[str, Any]:
+def project_state() -> dict[str, Any]:
     """Commit and dirty flag of the checkout this file is in; None outside one."""
 
     def git(*words: str) -> str | None:

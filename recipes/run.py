@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from actors.cluster import Prompt, RolloutCluster
 from actors.controller import Retired
 from actors.group_queue import RolloutGroup
-from actors.metrics import ClusterSnapshot, metrics_row
+from actors.metrics import ClusterSnapshot, exactness_row, metrics_row
 from actors.ray_session import ray_session
 from recipes.arithmetic import ArithmeticTask, Problem, reward
 from recipes.config import RunConfig, cluster_config, engine_spec, sampling_params, to_yaml
@@ -410,6 +410,7 @@ def _summary(
         "tokens_per_target_step": now.counters.tokens_per_target_step,
         "acceptance_rate": now.counters.acceptance_rate,
         "drift_kl": published.drift.kl if published else None,
+        "exactness": exactness_row(now.counters),
         "ledger": now.ledger,
         "restarts": now.restarts,
         "last_loss": now.last_loss,

@@ -7,7 +7,7 @@ that hangs, raises at start or raises at every row costs one warning and nothing
 
 Clocks. Learner and rollouts advance independently, and wandb's built-in step throws away whatever
 arrives behind it. No row carries an explicit `step`; each metric is bound by `define_metric` to
-the axis it is measured on: `rollout/version` for `rollout/*`, `spec/*`, `quant/*` and `sync/*`,
+the axis it is measured on: `rollout/version` for `rollout/*`, `spec/*`, `exact/*`, `quant/*` and `sync/*`,
 `learner/step` for the rest.
 
 Values. `None` means the metric does not exist in this row and is left out of both ways. NaN and
@@ -46,7 +46,7 @@ Number = float | int
 
 LEARNER_AXIS = "learner/step"
 ROLLOUT_AXIS = "rollout/version"
-ROLLOUT_PREFIXES = ("rollout/", "spec/", "quant/", "sync/")
+ROLLOUT_PREFIXES = ("rollout/", "spec/", "exact/", "quant/", "sync/")
 NAN_COUNT = "sink/nan_count"
 MODES = ("auto", "online", "offline", "disabled")
 

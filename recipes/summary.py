@@ -41,8 +41,16 @@ def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("tokens per target step", _number(summary.get("tokens_per_target_step"), 3)),
         ("acceptance rate (accepted / verified)", _number(summary.get("acceptance_rate"), 3)),
         ("drift KL to full precision, nats a token", _number(summary.get("drift_kl"), 5)),
+        ("exactness watch: p of acceptance, of tokens", _watched(summary.get("exactness", {}))),
         (f"generated {ledger.get('generated', 0)} samples", fates),
     ]
+
+
+def _watched(exactness: Mapping[str, float]) -> str:
+    acceptance = exactness.get("exact/acceptance_p_value")
+    tokens = exactness.get("exact/pit_p_value")
+    alarm = "  ALARM: run rollout audit" if exactness.get("exact/alarm") else ""
+    return f"{_number(acceptance, 3)}, {_number(tokens, 3)}{alarm}"
 
 
 def _ladder(rungs: list[Mapping[str, Any]]) -> Table:

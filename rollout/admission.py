@@ -17,7 +17,7 @@ def check_request(request: RolloutRequest, limits: EngineLimits) -> None:
             f"request {request.id}: prompt of {prompt_len} tokens leaves no room in a context of "
             f"{limits.context_len}; shorten the prompt or raise context_len"
         )
-    named = (*request.prompt_ids, *request.sampling.stop_token_ids)
+    named = (*request.prompt_ids, *request.sampling.named_ids)
     wrong = next((token for token in named if not 0 <= token < limits.vocab_size), None)
     if wrong is not None:
         raise InvalidRequest(
@@ -31,4 +31,9 @@ def check_request(request: RolloutRequest, limits: EngineLimits) -> None:
         raise InvalidRequest(
             f"request {request.id}: stop_strings need a tokenizer and this engine has none; "
             "use stop_token_ids"
+        )
+    if request.sampling.grammar is not None and not limits.can_constrain:
+        raise InvalidRequest(
+            f"request {request.id}: a grammar needs an engine with compile_grammar and this one has "
+            "none; see rollout.grammar"
         )

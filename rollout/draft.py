@@ -6,8 +6,12 @@ Three kinds of law, each with its own cheap verification; none builds a dense te
 - `SparseLaw`: drawn from a few ids with probabilities (history counts, reduced vocabularies);
 - `DenseLaw`: drawn from a full row; the float tensor that was sampled from, itself.
 
-The kinds may be mixed within one draft. Handing over a law the token was not drawn from is the one
-mistake that verification cannot see; the enumeration tests plant it.
+The kinds may be mixed within one draft. A draft is a chain, or a tree of point masses (SpecInfer,
+arXiv:2305.09781): several continuations at a position, of which the target may take one.
+
+Handing over a law the token was not drawn from, or dropping a token after having looked at it, are
+the two mistakes that verification cannot see. `rollout.drafting` is the interface that cannot make
+them; the enumeration tests plant them.
 """
 
 from collections.abc import Sequence
@@ -50,6 +54,9 @@ class Draft:
 
     token_ids: tuple[int, ...] = ()
     laws: tuple[DraftLaw, ...] = ()
+    parents: tuple[int, ...] | None = None
+    """None: a chain. Else a tree: each node's parent by index, -1 for the row's last token; parents
+    come before their children, and siblings differ."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.laws):
@@ -62,26 +69,50 @@ class Draft:
         """A draft of deterministic choices."""
         return Draft(tuple(token_ids), (POINT_MASS,) * len(token_ids))
 
+    @staticmethod
+    def tree(token_ids: Sequence[int], parents: Sequence[int]) -> "Draft":
+        """Deterministic continuations that branch."""
+        return Draft(tuple(token_ids), (POINT_MASS,) * len(token_ids), tuple(parents))
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def deterministic(self) -> bool:
+        """Every token is a point mass."""
+        return all(isinstance(law, PointMass) for law in self.laws)
+
+    def path_len(self, node: int) -> int:
+        """Tokens from the root to a node, itself included."""
+        if self.parents is None:
+            return node + 1
+        length = 0
+        while node >= 0:
+            node, length = self.parents[node], length + 1
+        return length
+
     def truncated(self, max_len: int) -> "Draft":
         """The first `max_len` tokens. Exact for any length that does not look at the tokens cut."""
-        return Draft(self.token_ids[:max_len], self.laws[:max_len])
+        if len(self) <= max_len:
+            return self
+        parents = None if self.parents is None else self.parents[:max_len]
+        return Draft(self.token_ids[:max_len], self.laws[:max_len], parents)
 
 
 NO_DRAFT = Draft()
 
 
 def check_draft(draft: Draft, vocab_size: int) -> None:
-    """Refuses ids outside the vocabulary and laws that cannot be probabilities."""
+    """Refuses ids outside the vocabulary, laws that cannot be probabilities, and broken trees."""
+    if draft.parents is not None:
+        _check_tree(draft, draft.parents)
     for token, law in zip(draft.token_ids, draft.laws, strict=True):
         if not 0 <= token < vocab_size:
             raise InvalidDraft(f"draft token {token}: expected an id in [0, {vocab_size})")
         if isinstance(law, PointMass):
             continue
         total = float(law.probs.sum(dtype=torch.float64))
-        if not abs(total - 1.0) < LAW_TOLERANCE or bool((law.probs < 0).any()):
+        if not abs(total - 1.0) < LAW_TOLERANCE or float(law.probs.min()) < 0:
             raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
         if isinstance(law, DenseLaw) and law.probs.shape[0] != vocab_size:
             raise InvalidDraft(f"dense law over {law.probs.shape[0]} ids: expected {vocab_size}")
@@ -90,3 +121,16 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
                 raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
             if len(law.ids.unique()) < len(law.ids):
                 raise InvalidDraft("sparse law names an id twice: expected distinct ids")
+
+
+def _check_tree(draft: Draft, parents: Sequence[int]) -> None:
+    if not draft.deterministic:
+        raise InvalidDraft("a tree of sampled tokens: only point masses can branch exactly")
+    if len(parents) != len(draft):
+        raise InvalidDraft(f"tree of {len(draft)} tokens with {len(parents)} parents: one each")
+    branches = set(zip(parents, draft.token_ids))
+    if len(branches) < len(draft):
+        raise InvalidDraft("a tree with equal siblings: expected distinct children of a node")
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise InvalidDraft(f"parent {parent} of node {node}: expected -1 to {node - 1}")

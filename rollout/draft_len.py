@@ -6,6 +6,10 @@ measured conditional rates a_i instead of one constant). What a round costs is m
 seconds = fixed + per_token * scored tokens, fitted online with forgetting. The length with the most
 expected tokens a second wins; when it is 0 the round is a plain decode step.
 
+A round may branch instead (`rollout.draft_tree`). How many tokens a tree of `tree_nodes` yields is
+measured by trying one now and then; trees are used while they yield more expected tokens a second
+than the best chain, which at small batches they can and at large ones they do not.
+
 The choice is made before anything is drafted, so it cannot look at the tokens.
 """
 
@@ -23,7 +27,14 @@ as if half of them had been accepted. So a good start is followed further than i
 class DraftLen(Protocol):
     """Chooses draft lengths from what rounds have shown so far."""
 
-    def choose(self, rows: Sequence[Row]) -> list[int]: ...
+    @property
+    def branching(self) -> bool:
+        """The lengths last chosen are nodes of trees, for proposers that can branch."""
+        ...
+
+    def choose(self, rows: Sequence[Row]) -> list[int]:
+        """Drafted tokens a row, this round."""
+        ...
 
     def observe(self, round_: "RoundCost") -> None: ...
 
@@ -42,6 +53,8 @@ class RoundCost:
     drafted: tuple[int, ...]
     """Draft length of each row."""
     accepted: tuple[int, ...]
+    branched: bool = False
+    """The drafts were trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,7 @@ class FixedDraftLen:
     """The same length for every row and round."""
 
     draft_len: int
+    branching: bool = False
 
     def choose(self, rows: Sequence[Row]) -> list[int]:
         return [self.draft_len] * len(rows)
@@ -63,7 +77,8 @@ class AdaptiveDraftLen:
     `decay` is the weight that evidence of acceptance keeps after the next drafting round, and
     `cost_decay` that of costs; acceptance moves with the policy, costs with the machine.
     `probe_every` rounds without drafting are followed by one that drafts `probe_len`, so that a
-    proposer which has become good is noticed after a few probes.
+    proposer which has become good is noticed after a few probes. `tree_nodes` > 0 lets trees of that
+    size compete; one is tried after every `tree_every` rounds with drafts.
     """
 
     def __init__(
@@ -74,6 +89,8 @@ class AdaptiveDraftLen:
         cost_decay: float = 0.98,
         probe_every: int = 24,
         probe_len: int = 2,
+        tree_nodes: int = 0,
+        tree_every: int = 24,
     ) -> None:
         self.max_len, self._decay = max_len, decay
         self._probe_every, self._probe_len = probe_every, min(probe_len, max_len)
@@ -83,11 +100,23 @@ class AdaptiveDraftLen:
         self._drafted = [0.0] * max_len
         self._cost = LinearCost(cost_decay)
         self._rounds_without = 0
+        self._trees = _TreeYield(tree_nodes, tree_every, decay)
+        self._branching = False
+
+    @property
+    def branching(self) -> bool:
+        return self._branching
 
     def choose(self, rows: Sequence[Row]) -> list[int]:
+        self._branching = False
         if not rows or not self.max_len:
             return [0] * len(rows)
         best = self.best_len(len(rows))
+        if best and self._cost.known and self._trees.nodes:
+            chain_rate = self._chain_rate(best, len(rows))
+            self._branching = self._trees.pays(len(rows), self._cost, chain_rate)
+            if self._branching:
+                best = self._trees.nodes
         if best == 0:
             self._rounds_without += 1
             if self._rounds_without > self._probe_every:
@@ -100,24 +129,28 @@ class AdaptiveDraftLen:
         """argmax over k of emitted(k) / seconds(k); the shortest of equals."""
         if not self._cost.known:
             return self._probe_len
+        rates = [self._chain_rate(length, num_rows) for length in range(self.max_len + 1)]
+        return rates.index(max(rates))
+
+    def _chain_rate(self, length: int, num_rows: int) -> float:
+        """Expected emitted tokens a row and second when `length` tokens are drafted."""
         emitted, scored, chain = 1.0, 1.0, 1.0
         accept_rate, draft_rate = 0.5, 1.0
-        best_len, best_rate = 0, emitted / self._cost.seconds(num_rows * scored)
-        for depth in range(self.max_len):
+        for depth in range(length):
             accept_rate = _rate(self._accepted[depth], self._reached[depth], accept_rate)
             draft_rate = _rate(self._drafted[depth], self._asked[depth], draft_rate)
             chain *= accept_rate
             emitted += chain * draft_rate
             scored += draft_rate
-            rate = emitted / self._cost.seconds(num_rows * scored)
-            if rate > best_rate:
-                best_len, best_rate = depth + 1, rate
-        return best_len
+        return emitted / self._cost.seconds(num_rows * scored)
 
     def observe(self, round_: RoundCost) -> None:
         if round_.plain_tokens:
             self._cost.add(round_.scored_tokens, round_.seconds)
         if not round_.asked_len:
+            return
+        if round_.branched:
+            self._trees.observe(round_)
             return
         for counts in (self._reached, self._accepted, self._asked, self._drafted):
             counts[:] = [self._decay * count for count in counts]
@@ -128,6 +161,37 @@ class AdaptiveDraftLen:
             for depth in range(min(length, accepted + 1, self.max_len)):
                 self._reached[depth] += 1
                 self._accepted[depth] += depth < accepted
+
+
+class _TreeYield:
+    """What trees of one size have yielded, with forgetting."""
+
+    def __init__(self, nodes: int, every: int, decay: float) -> None:
+        self.nodes, self._every, self._decay = nodes, every, decay
+        self._rows = self._emitted = self._scored = 0.0
+        self._rounds_without = every  # the first round that drafts tries one
+
+    def pays(self, num_rows: int, cost: "LinearCost", chain_rate: float) -> bool:
+        """A tree has a better rate than the chain, or it is time to try one."""
+        self._rounds_without += 1
+        if self._rounds_without > self._every:
+            tried = True
+        elif self._rows:
+            scored = num_rows * self._scored / self._rows
+            tried = self._emitted / self._rows / cost.seconds(scored) > chain_rate
+        else:
+            tried = False
+        if tried:
+            self._rounds_without = 0
+        return tried
+
+    def observe(self, round_: RoundCost) -> None:
+        for name, value in (
+            ("_rows", round_.num_rows),
+            ("_emitted", round_.num_rows + sum(round_.accepted)),
+            ("_scored", round_.num_rows + sum(round_.drafted)),
+        ):
+            setattr(self, name, self._decay * getattr(self, name) + value)
 
 
 def _rate(successes: float, trials: float, prior: float) -> float:

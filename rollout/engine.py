@@ -20,6 +20,8 @@ class EngineLimits:
     """Longest prompt plus response, tokens."""
     can_decode: bool
     """Stop strings can be served."""
+    can_constrain: bool = False
+    """Grammars can be served."""
 
 
 class Engine(Protocol):

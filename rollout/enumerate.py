@@ -72,6 +72,9 @@ class EnumeratedDraws:
     def draft(self, weights: torch.Tensor, start: int, position: int) -> int:
         return self._token(weights)
 
+    def pit(self, position: int) -> float:
+        return 0.5  # decides nothing
+
 
 def enumerate_outcomes(
     run: Callable[[EnumeratedDraws], Outcome],

@@ -1,17 +1,20 @@
 """The target law: which token may come next, and with what probability.
 
 One code for every path: plain decoding, every position of a draft window, corrections and bonuses.
-Order: bans (stop ids before `min_tokens`) -> temperature -> top-k -> top-p -> min-p -> normalise,
+Order: grammar mask, bans (stop ids before `min_tokens`, bad words), logit bias -> penalties
+(repetition, then frequency and presence) -> temperature -> top-k -> top-p -> min-p -> normalise,
 from the verifier's logits in float32 (float64 logits stay float64: tests enumerate to 1e-12).
-Temperature 0 is its own branch, a point mass on the first argmax.
+Temperature 0 is its own branch, a point mass on the first argmax of what penalties left.
 
 Filters keep sets of *values*, not of ranks: a token tied with the last kept one is kept. So the law
 does not depend on a sorting routine, and is the same on every path and device. Top-p acts on the
 law that top-k left, min-p on the largest remaining probability.
 
-A law is held as unnormalised weights (largest is 1) with sums over blocks of the vocabulary: one
-pass of exp, one of sums, and a draw touches one block. Weights and the sums within a block are
-float32 (relative error 2e-7, which bounds that of every cell), what is summed over blocks float64.
+A law is held as unnormalised weights (largest is 1) with sums over blocks of the vocabulary. All
+positions of a round share one pass of exp and one of sums; a draw then touches one block. A position
+with edits or filters is worked out when it is first asked for, so what a refusal cuts off costs
+nothing. Weights and the sums within a block are float32 (relative error 2e-7, which bounds that of
+every cell), what is summed over blocks float64.
 """
 
 from collections.abc import Sequence
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rollout.conditions import Condition
 from rollout.errors import InvalidLogits
 from rollout.sampling import SamplingParams
 
@@ -26,8 +30,6 @@ BLOCK = 256
 """Tokens a block sum covers; about the square root of common vocabulary sizes."""
 SMALLEST_TEMPERATURE = 1e-30
 """Below it a float32 division overflows; the law is the same point mass (or tie) as at it."""
-NUCLEUS_GUESS = 512
-"""How many largest weights top-p looks at before it sorts the whole row."""
 
 
 def pick_from(weights: torch.Tensor, uniform: float) -> int:
@@ -42,39 +44,67 @@ def pick_from(weights: torch.Tensor, uniform: float) -> int:
 class TargetLaws:
     """The laws of N positions of any rows, side by side.
 
-    Shapes: N positions, V vocabulary. Build with `target_laws`.
+    Shapes: N positions, V vocabulary. A position whose logits hold NaN or +inf, or leave no token,
+    has no law: asking for it raises InvalidLogits unless it is marked unreachable; its neighbours are
+    unaffected.
     """
 
     def __init__(
         self,
-        scaled: torch.Tensor,  # [N, V] (logit - row maximum) / temperature, nothing removed
-        full_total: torch.Tensor,  # [N] float64: sum of exp(scaled)
-        weights: torch.Tensor,  # [N, V] unnormalised sampled law, 0 where removed
-        shift: torch.Tensor,  # [N] float64: log weight = scaled - shift where kept
-        greedy: torch.Tensor,  # [N] bool
-        invalid: dict[int, str],
+        logits: torch.Tensor,  # [N, V]
+        conditions: Sequence[Condition],
     ) -> None:
-        self._scaled, self._weights, self._shift = scaled, weights, shift
-        self._full_total, self._greedy, self._invalid = full_total, greedy, invalid
-        block_sums = _block_sums(weights)  # [N, ceil(V / BLOCK)] float64
-        self._block_cumulative = block_sums.cumsum(-1).cpu().numpy()
-        self._total = self._block_cumulative[:, -1]  # [N]
+        assert logits.shape[0] == len(conditions), "one condition a position"
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        self._logits, self._conditions = logits, conditions
+        self._temperatures = [_temperature(c.sampling) for c in conditions]
+        self._maxima = logits.amax(-1)  # [N]; NaN if any logit of the row is
+        invalid = _invalid_positions(self._maxima)
+        weights = logits - self._maxima[:, None]  # [N, V]
+        if any(temperature != 1 for temperature in self._temperatures):
+            weights /= weights.new_tensor(self._temperatures)[:, None]
+        self._weights = weights.exp_()
+        for index in invalid:
+            weights[index] = 1.0  # keeps the block sums finite
+        # What is drawn behind the end of a row is thrown away, so any law will do there.
+        self._invalid = {i: why for i, why in invalid.items() if conditions[i].reachable}
+        self._block_cumulative = _block_sums(weights).cumsum(-1).cpu().numpy()
+        self._total = self._block_cumulative[:, -1].copy()  # [N]
+        self._full_total = self._total.copy()  # [N] before edits and filters
+        self._shift = np.zeros(len(conditions))  # log weight = (logit - maximum) / T - shift
+        self._edited: dict[int, torch.Tensor] = {}
+        """Log weights [V] of positions whose odds were changed; -inf where banned."""
+        self._due = {i for i, c in enumerate(conditions) if not c.plain} - self._invalid.keys()
 
     def check(self, index: int) -> None:
         """Raises InvalidLogits when position `index` has no law."""
+        self._prepare(index)
         if index in self._invalid:
             raise InvalidLogits(self._invalid[index])
 
+    def valid(self, index: int) -> bool:
+        """Position `index` has a law."""
+        self._prepare(index)
+        return index not in self._invalid
+
     def prob(self, index: int, token: int) -> float:
         """Probability of a token under the sampled law."""
+        self._prepare(index)
         return float(self._weights[index, token]) / float(self._total[index])
 
     def probs(self, index: int) -> torch.Tensor:
         """The whole sampled law [V] at one position."""
+        self._prepare(index)
         return self._weights[index] / float(self._total[index])
+
+    def probs_of(self, index: int, ids: torch.Tensor) -> torch.Tensor:
+        """Probabilities of a few tokens, ids [M] -> [M]."""
+        self._prepare(index)
+        return self._weights[index][ids] / float(self._total[index])
 
     def pick(self, index: int, uniform: float) -> int:
         """The token whose cell of the cumulative law holds `uniform`."""
+        self._prepare(index)
         cumulative = self._block_cumulative[index]
         point = uniform * cumulative[-1]
         block = int(np.searchsorted(cumulative, point, side="right"))
@@ -88,82 +118,122 @@ class TargetLaws:
             offset = int(np.flatnonzero(cells.cpu().numpy())[-1])
         return block * BLOCK + offset
 
+    def below(self, index: int, token: int) -> float:
+        """Probability of all smaller ids: the lower end of the token's cell."""
+        self._prepare(index)
+        block = token // BLOCK
+        before = self._block_cumulative[index, block - 1] if block else 0.0
+        inside = self._weights[index, block * BLOCK : token].sum(dtype=torch.float64)
+        return min(1.0, float(before + float(inside)) / float(self._total[index]))
+
     def logprobs(
         self, indices: Sequence[int], tokens: Sequence[int]
     ) -> tuple[list[float], list[float], list[float]]:
         """(sampled law, full vocabulary, kept mass) of emitted tokens, all of one length.
 
-        A greedy position is a point mass in both: 0, 0 and 1.
+        The full vocabulary is that of the logits at the same temperature before every edit. The
+        kept mass is its mass on the tokens that the sampled law can emit. A greedy position is a
+        point mass in both: 0, 0 and 1.
         """
-        at = torch.as_tensor(indices, dtype=torch.int64, device=self._scaled.device)
-        token_ids = torch.as_tensor(tokens, dtype=torch.int64, device=self._scaled.device)
-        scaled = self._scaled[at, token_ids].double()
-        log_full_total = self._full_total[at].log()
-        log_total = torch.as_tensor(self._total, device=self._scaled.device)[at].log()
-        shift = self._shift[at]
-        sampled = scaled - shift - log_total
-        full = scaled - log_full_total
-        kept = (log_total + shift - log_full_total).exp().clamp(max=1.0)
-        greedy = self._greedy[at]
-        return (
-            torch.where(greedy, 0.0, sampled.clamp(max=0.0)).tolist(),
-            torch.where(greedy, 0.0, full.clamp(max=0.0)).tolist(),
-            torch.where(greedy, 1.0, kept).tolist(),
+        for index in indices:
+            self._prepare(index)
+        at = torch.as_tensor(indices, dtype=torch.int64, device=self._logits.device)
+        ids = torch.as_tensor(tokens, dtype=torch.int64, device=self._logits.device)
+        lead = (self._logits[at, ids].double() - self._maxima[at].double()).tolist()
+        sampled: list[float] = []
+        full: list[float] = []
+        kept: list[float] = []
+        for index, token, difference in zip(indices, tokens, lead):
+            if self._conditions[index].sampling.greedy:
+                sampled.append(0.0)
+                full.append(0.0)
+                kept.append(1.0)
+                continue
+            scaled = difference / self._temperatures[index]
+            log_total, log_full = np.log(self._total[index]), np.log(self._full_total[index])
+            edited = self._edited.get(index)
+            weight = scaled - self._shift[index] if edited is None else float(edited[token])
+            sampled.append(min(0.0, float(weight - log_total)))
+            full.append(min(0.0, float(scaled - log_full)))
+            kept.append(min(1.0, float(np.exp(self._log_kept(index) - log_full))))
+        return sampled, full, kept
+
+    def _log_kept(self, index: int) -> float:
+        """Log of the full-vocabulary weight of the tokens with sampled weight."""
+        if index not in self._edited:
+            return float(np.log(self._total[index]) + self._shift[index])
+        support = self._weights[index] > 0
+        scaled = (self._logits[index, support].double() - self._maxima[index].double()) / (
+            self._temperatures[index]
         )
+        return float(scaled.logsumexp(0))
+
+    def _prepare(self, index: int) -> None:
+        """Edits and filters a position once, when it is first asked for."""
+        if index not in self._due:
+            return
+        self._due.discard(index)
+        condition = self._conditions[index]
+        row = self._weights[index]
+        edited = self._logits[index]
+        if condition.edited:
+            edited = _edited(edited, condition)
+            top = float(edited.max())
+            if not abs(top) < torch.inf:
+                self._invalid[index] = "every token is banned at this position"
+                return
+            # Rescaled to a largest of 1: a banned giant must not leave the rest to underflow.
+            log_weights = (edited - top) / self._temperatures[index]
+            torch.exp(log_weights, out=row)
+            if condition.reweighted:
+                self._edited[index] = log_weights
+            else:
+                self._shift[index] = (top - float(self._maxima[index])) / self._temperatures[index]
+        if condition.sampling.greedy:
+            first = int(edited.argmax())  # of tied maxima; weights tie by rounding
+            row.zero_()
+            row[first] = 1.0
+        else:
+            _filter(row, condition.sampling)
+        self._block_cumulative[index] = _block_sums(row[None]).cumsum(-1).cpu().numpy()[0]
+        self._total[index] = self._block_cumulative[index, -1]
 
 
-def target_laws(
-    logits: torch.Tensor,  # [N, V]
-    samplings: Sequence[SamplingParams],
-    banned: Sequence[Sequence[int]],
-) -> TargetLaws:
-    """Laws of N positions, each under its own sampling parameters and banned ids.
-
-    A position whose logits hold NaN or +inf, or leave no token, is marked; using it raises.
-    """
-    num = logits.shape[0]
-    assert num == len(samplings) == len(banned), "one sampling and one ban list a position"
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    maxima = logits.amax(-1)  # [N]; NaN if any logit of the row is
-    invalid = {
+def _invalid_positions(maxima: torch.Tensor) -> dict[int, str]:
+    return {
         index: "the policy's logits hold NaN or +inf"
         if maximum != -torch.inf
         else "the policy's logits leave no token"
         for index, maximum in enumerate(maxima.tolist())
         if not abs(maximum) < torch.inf
     }
-    greedy = torch.tensor([sampling.greedy for sampling in samplings], device=logits.device)
-    temperatures = torch.tensor(
-        [max(sampling.temperature, SMALLEST_TEMPERATURE) for sampling in samplings],
-        dtype=logits.dtype,
-        device=logits.device,
-    )
-    temperatures[greedy] = 1.0
-    scaled = (logits - maxima[:, None]) / temperatures[:, None]  # [N, V]
-    weights = scaled.exp()
-    full_total = _block_sums(weights).sum(-1)  # [N]
-    shift = torch.zeros(num, dtype=torch.float64, device=logits.device)
-    for index, sampling in enumerate(samplings):
-        if index in invalid:
-            weights[index] = 1.0  # never read; keeps the block sums finite
-            continue
-        row = scaled[index]
-        if banned[index]:
-            row = row.clone()
-            row[list(banned[index])] = -torch.inf
-            top = float(row.max())
-            if top == -torch.inf:
-                invalid[index] = "every token is banned at this position"
-                weights[index] = 1.0
-                continue
-            shift[index] = top  # rescale: a banned giant must not leave the rest to underflow
-            weights[index] = (row - top).exp()
-        if sampling.greedy:
-            weights[index] = 0.0
-            weights[index, int(row.argmax())] = 1.0  # argmax returns the first of tied maxima
-        elif sampling.top_k or sampling.top_p < 1 or sampling.min_p:
-            _filter(weights[index], sampling)
-    return TargetLaws(scaled, full_total, weights, shift, greedy, invalid)
+
+
+def _temperature(sampling: SamplingParams) -> float:
+    return 1.0 if sampling.greedy else max(sampling.temperature, SMALLEST_TEMPERATURE)
+
+
+def _edited(logits: torch.Tensor, condition: Condition) -> torch.Tensor:
+    """Logits [V] after the grammar, bans, biases and penalties, before the temperature."""
+    sampling = condition.sampling
+    edited = logits.clone()
+    if condition.allowed is not None:
+        edited.masked_fill_(~condition.allowed.to(edited.device), -torch.inf)
+    if condition.banned:
+        edited[list(condition.banned)] = -torch.inf
+    if sampling.logit_bias:
+        biased, amounts = zip(*sampling.logit_bias)
+        edited[list(biased)] += edited.new_tensor(amounts)
+    if (seen := condition.seen) is not None:
+        ids = torch.from_numpy(seen.ids).to(edited.device)
+        counts = torch.from_numpy(seen.num_generated).to(edited)
+        values = edited[ids]
+        penalty = sampling.repetition_penalty
+        values = torch.where(values > 0, values / penalty, values * penalty)
+        values -= sampling.frequency_penalty * counts
+        values -= sampling.presence_penalty * (counts > 0).to(counts)
+        edited[ids] = values
+    return edited
 
 
 def _filter(weights: torch.Tensor, sampling: SamplingParams) -> None:
@@ -177,13 +247,17 @@ def _filter(weights: torch.Tensor, sampling: SamplingParams) -> None:
 
 
 def _nucleus_threshold(weights: torch.Tensor, top_p: float) -> float:
-    """The smallest weight of the smallest set of largest weights whose mass is >= top_p."""
-    goal = top_p * float(weights.sum(dtype=torch.float64))
-    for count in (min(NUCLEUS_GUESS, weights.shape[0]), weights.shape[0]):
-        largest = weights.topk(count).values  # sorted, descending
-        reached = largest.cumsum(-1, dtype=torch.float64) >= goal
-        if bool(reached.any()):
-            return float(largest[int(reached.to(torch.uint8).argmax())])
+    """The smallest weight of the smallest set of largest weights whose mass is >= top_p.
+
+    Only tokens above (1 - top_p) of the mean weight are sorted: all below it together hold less
+    than 1 - top_p of the mass, so the threshold is not among them.
+    """
+    total = float(weights.sum(dtype=torch.float64))
+    floor = 0.999 * (1 - top_p) * total / weights.shape[0]  # .999: the bound is rounded
+    largest = weights[weights > floor].sort(descending=True).values
+    reached = largest.cumsum(-1, dtype=torch.float64) >= top_p * total
+    if bool(reached.any()):
+        return float(largest[int(reached.to(torch.uint8).argmax())])
     return float(largest[-1])
 
 

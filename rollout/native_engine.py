@@ -16,21 +16,29 @@ from typing import Any
 import torch
 
 from rollout.admission import check_request
+from rollout.conditions import Condition, checked_mask
 from rollout.draft import NO_DRAFT, Draft, check_draft
 from rollout.draft_len import DraftLen, RoundCost
 from rollout.engine import EngineLimits, InFlight
-from rollout.errors import InvalidDraft, InvalidLogits
-from rollout.law import TargetLaws, target_laws
+from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
+from rollout.grammar import CompileGrammar, MaskProvider
+from rollout.law import TargetLaws
 from rollout.policy import Policy, Window
-from rollout.proposer import Proposer
+from rollout.proposer import Proposer, TreeProposer
 from rollout.request import Mode, RolloutRequest, RolloutSample, SpecCounters
 from rollout.row import Row
+from rollout.sampling import SamplingParams
 from rollout.stop_text import Decode
 from rollout.streams import Draws, SeededDraws
-from rollout.verify import Verdict, verify
+from rollout.verdict import Verdict
+from rollout.verify import Rule, verify
+from rollout.watch import PIT_BINS, PIT_EVERY, foretells, pit_bin
 
 MAX_PREFILL_TOKENS = 2048
 """Tokens of prompts and re-prefills run in one forward; bounds its activations."""
+
+
+NO_CONDITION = Condition(SamplingParams())
 
 
 def seeded_draws(request: RolloutRequest) -> Draws:
@@ -59,13 +67,16 @@ class NativeEngine:
         draft_len: DraftLen,
         *,
         mode: Mode = "full",
+        verification: Rule = "block",
         decode: Decode | None = None,
+        compile_grammar: CompileGrammar | None = None,
         draws_for: Callable[[RolloutRequest], Draws] = seeded_draws,
     ) -> None:
         self.policy, self.proposer, self.draft_len = policy, proposer, draft_len
+        self.verification = verification
         self.version: int | None = None
         self._digest, self._mode = "", mode
-        self._decode, self._draws_for = decode, draws_for
+        self._decode, self._compile_grammar, self._draws_for = decode, compile_grammar, draws_for
         self._waiting: deque[Row] = deque()
         self._live: list[Row] = []
         self._ended: list[Row] = []
@@ -83,7 +94,12 @@ class NativeEngine:
     def limits(self) -> EngineLimits:
         """What requests must fit."""
         policy = self.policy
-        return EngineLimits(policy.vocab_size, policy.context_len, self._decode is not None)
+        return EngineLimits(
+            policy.vocab_size,
+            policy.context_len,
+            can_decode=self._decode is not None,
+            can_constrain=self._compile_grammar is not None,
+        )
 
     @property
     def num_unfinished(self) -> int:
@@ -93,6 +109,13 @@ class NativeEngine:
         """Raises InvalidRequest for the first request that cannot be served."""
         for request in requests:
             check_request(request, self.limits)
+            self._mask(request)
+
+    def _mask(self, request: RolloutRequest) -> MaskProvider | None:
+        grammar = request.sampling.grammar
+        if grammar is None or self._compile_grammar is None:
+            return None
+        return checked_mask(self._compile_grammar(grammar), self.policy.vocab_size)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self.check(requests)
@@ -102,6 +125,7 @@ class NativeEngine:
                 self._draws_for(request),
                 context_len=self.policy.context_len,
                 decode=self._decode,
+                mask=self._mask(request),
             )
             if row.remaining_len <= 0:
                 row.finish("length", "max_new_tokens")
@@ -163,7 +187,7 @@ class NativeEngine:
                 windows = [self._window(row, draft) for row, draft in zip(rows, drafts)]
                 logits = self.policy.score(windows)  # [N, V]
             with self._timed("verify"):
-                laws = target_laws(logits, *self._conditions(rows, drafts))
+                laws = self._laws(logits, rows, drafts)
                 verdicts = self._verify(rows, drafts, laws)
             with self._timed("commit"):
                 self._commit(rows, drafts, windows, laws, verdicts)
@@ -243,13 +267,20 @@ class NativeEngine:
 
     def _propose(self, rows: Sequence[Row], asked: Sequence[int]) -> list[Draft]:
         """Drafts that leave room for the token after them; a row's bad draft ends that row only."""
-        max_lens = [max(0, min(k, row.remaining_len - 1)) for k, row in zip(asked, rows)]
-        if not any(max_lens):
-            return [NO_DRAFT] * len(rows)
+        depths = [max(0, row.remaining_len - 1) for row in rows]
+        if self.draft_len.branching and isinstance(self.proposer, TreeProposer):
+            room = [self.policy.context_len - len(row.token_ids) for row in rows]
+            max_lens = [min(k, r) if depth else 0 for k, r, depth in zip(asked, room, depths)]
+            if not any(max_lens):
+                return [NO_DRAFT] * len(rows)
+            proposed = self.proposer.propose_trees(rows, max_lens, depths)
+        else:
+            max_lens = [min(k, depth) for k, depth in zip(asked, depths)]
+            if not any(max_lens):
+                return [NO_DRAFT] * len(rows)
+            proposed = self.proposer.propose(rows, max_lens)
         drafts = []
-        for row, draft, max_len in zip(
-            rows, self.proposer.propose(rows, max_lens), max_lens, strict=True
-        ):
+        for row, draft, max_len in zip(rows, proposed, max_lens, strict=True):
             draft = _until_stop(draft.truncated(max_len), row)
             try:
                 check_draft(draft, self.policy.vocab_size)
@@ -261,17 +292,31 @@ class NativeEngine:
         return drafts
 
     def _window(self, row: Row, draft: Draft) -> Window:
+        """The row's tokens that are not cached yet, then the draft."""
         start = len(self._cached[_slot(row)])
         ids = (*row.token_ids[start:], *draft.token_ids)
-        return Window(_slot(row), start, ids, num_logits=1 + len(draft))
+        num_pending = len(ids) - len(draft)
+        parents = None
+        if draft.parents is not None:  # relative to the window; the root is the last pending token
+            nodes = (parent + num_pending for parent in draft.parents)
+            parents = (*range(-1, num_pending - 1), *nodes)
+        return Window(_slot(row), start, ids, num_logits=1 + len(draft), parents=parents)
 
-    @staticmethod
-    def _conditions(
-        rows: Sequence[Row], drafts: Sequence[Draft]
-    ) -> tuple[list[Any], list[tuple[int, ...]]]:
-        """Sampling parameters and banned ids of every scored position."""
-        at = [(row, depth) for row, draft in zip(rows, drafts) for depth in range(len(draft) + 1)]
-        return [row.request.sampling for row, _ in at], [row.banned_at(depth) for row, depth in at]
+    def _laws(
+        self, logits: torch.Tensor, rows: Sequence[Row], drafts: Sequence[Draft]
+    ) -> TargetLaws:
+        """The law of every scored position; a row whose grammar fails ends as an error."""
+        conditions: list[Condition] = []
+        for row, draft in zip(rows, drafts):
+            try:
+                conditions += self._conditions(row, draft)
+            except InvalidRequest as error:
+                row.finish("error", str(error))
+                conditions += [NO_CONDITION] * (len(draft) + 1)
+        return TargetLaws(logits, conditions)
+
+    def _conditions(self, row: Row, draft: Draft) -> list[Condition]:
+        return row.conditions.along(draft.token_ids, draft.parents)
 
     def _verify(
         self, rows: Sequence[Row], drafts: Sequence[Draft], laws: TargetLaws
@@ -283,12 +328,16 @@ class NativeEngine:
             verdict = None
             if not row.done:
                 try:
-                    verdict = verify(laws, first, draft, row.draws, start=len(row.token_ids))
+                    verdict = self._verdict(row, draft, laws, first)
                 except InvalidLogits as error:
                     row.finish("error", str(error))
             verdicts.append(verdict)
             first += len(draft) + 1
         return verdicts
+
+    def _verdict(self, row: Row, draft: Draft, laws: TargetLaws, first: int) -> Verdict:
+        start, rule = len(row.token_ids), self.verification
+        return verify(laws, first, draft, row.draws, start, rule=rule, foretell=foretells(start))
 
     def _commit(
         self,
@@ -305,9 +354,8 @@ class NativeEngine:
         first = 0
         for draft, verdict in zip(drafts, verdicts):
             if verdict is not None:
-                run = (*draft.token_ids[: verdict.accepted_len], verdict.next_token)
-                indices += range(first, first + len(run))
-                tokens += run
+                indices += (first, *(first + 1 + node for node in verdict.accepted))
+                tokens += verdict.run(draft)
             first += len(draft) + 1
         logprobs, full, kept = laws.logprobs(indices, tokens)
         at = 0
@@ -315,18 +363,36 @@ class NativeEngine:
             if verdict is None:
                 self._forget(_slot(row), 0)
                 continue
-            run_len = verdict.accepted_len + 1
-            part = slice(at, at + run_len)
-            row.emit(draft.token_ids, verdict, logprobs[part], full[part], kept[part], self.version)
+            part = slice(at, at + verdict.accepted_len + 1)
+            num = row.emit(draft, verdict, logprobs[part], full[part], kept[part], self.version)
             row.weights_digest = self._digest
-            at += run_len
-            refused = len(draft) - verdict.accepted_len
-            kept_ids = window.token_ids[: len(window.token_ids) - refused]
-            self._cached[_slot(row)] += kept_ids
-            if refused:
-                self.policy.truncate(_slot(row), window.start + len(kept_ids))
+            self._look_at(row, laws, indices[at : at + num])
+            self._keep(row, draft, window, verdict)
+            at = part.stop
         self._ended += [row for row in rows if row.done]
         self._live = [row for row in rows if not row.done]
+
+    def _look_at(self, row: Row, laws: TargetLaws, indices: Sequence[int]) -> None:
+        """Counts where some of the tokens just emitted fell in their laws (`rollout.watch`)."""
+        if row.request.sampling.greedy:
+            return
+        counts = row.counters.pit_counts
+        first = len(row.token_ids) - len(indices)
+        for position, index in enumerate(indices, start=first):
+            if position % PIT_EVERY == 0:
+                counts.extend([0] * (PIT_BINS - len(counts)))
+                token = row.token_ids[position]
+                counts[pit_bin(laws, index, token, row.draws, position)] += 1
+
+    def _keep(self, row: Row, draft: Draft, window: Window, verdict: Verdict) -> None:
+        """Rolls the row's cache back to what was accepted."""
+        slot, num_pending = _slot(row), len(window.token_ids) - len(draft)
+        kept = (*range(num_pending), *(num_pending + node for node in verdict.accepted))
+        self._cached[slot] += [window.token_ids[index] for index in kept]
+        if draft.parents is not None:
+            self.policy.compact(slot, window.start, kept)
+        elif verdict.accepted_len < len(draft):
+            self.policy.truncate(slot, window.start + len(kept))
 
     def _forget(self, slot: int, length: int) -> None:
         self.policy.truncate(slot, length)
@@ -374,9 +440,10 @@ def _slot(row: Row) -> int:
 
 
 def _until_stop(draft: Draft, row: Row) -> Draft:
-    """Cuts behind the first stop id: what follows could never be emitted."""
+    """Cuts a chain behind its first stop id: what follows could never be emitted."""
+    stop_ids = row.request.sampling.stop_ids
     for depth, token in enumerate(draft.token_ids):
-        if token in row.request.sampling.stop_token_ids:
+        if draft.parents is None and token in stop_ids:
             return draft.truncated(depth + 1)
     return draft
 
@@ -398,4 +465,5 @@ def _round_cost(
         plain_tokens=scored == sum(w.num_logits for w in windows) and not prefilled,
         drafted=tuple(len(draft) for draft in drafts),
         accepted=tuple(verdict.accepted_len if verdict else 0 for verdict in verdicts),
+        branched=any(draft.parents is not None for draft in drafts),
     )

@@ -1,10 +1,18 @@
-"""The seam between the algorithm and a model: score windows, roll a cache back, take new weights."""
+"""The seam between the algorithm and a model: score windows, roll a cache back, take new weights.
+
+A window is a chain of tokens or a tree of them: several continuations that share their beginnings,
+run in one forward (SpecInfer, arXiv:2305.09781; Medusa, arXiv:2401.10774). Every token of a tree is
+scored behind its own path, as if that path alone had been run.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+ROOT = -1
+"""The parent of a token that follows what is cached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +24,51 @@ class Window:
     """Cached length; the first token of the window sits at this position."""
     token_ids: tuple[int, ...]
     num_logits: int
-    """The last `num_logits` positions return logits; 0 only fills the cache."""
+    """The last `num_logits` tokens return logits; 0 only fills the cache."""
+    parents: tuple[int, ...] | None = None
+    """Window index of each token's parent, an earlier token; -1 (ROOT) = the last cached position.
+    None is a chain, each token the parent of the next."""
+
+    def __post_init__(self) -> None:
+        if self.parents is None:
+            return
+        num, num_parents = len(self.token_ids), len(self.parents)
+        assert num == num_parents, f"window of {num} tokens with {num_parents} parents: one each"
+        for index, parent in enumerate(self.parents):
+            assert ROOT <= parent < index, f"parent {parent} of token {index} is not an earlier one"
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token's parent is the token before it."""
+        return self.parents is None or self.parents == tuple(range(ROOT, len(self.parents) - 1))
+
+    @property
+    def depths(self) -> Sequence[int]:
+        """How many ancestors each token has in the window; it sits at position start + depth."""
+        if self.parents is None:
+            return range(len(self.token_ids))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def path(self, index: int) -> tuple[int, ...]:
+        """Window indices from the root to a token, itself included."""
+        if self.parents is None:
+            return tuple(range(index + 1))
+        path = [index]
+        while (parent := self.parents[path[-1]]) != ROOT:
+            path.append(parent)
+        return tuple(reversed(path))
 
 
 class Policy(Protocol):
-    """A causal language model with one cache slot a row."""
+    """A causal language model with one cache slot a row.
+
+    A slot has `context_len` cache entries and a token takes one each, also a token of a tree. So a
+    tree can have more tokens than positions are left: the caller keeps start + len(token_ids) <=
+    context_len for every window, whatever its shape. Positions, start + depth, are then in range.
+    """
 
     vocab_size: int
     context_len: int
@@ -28,11 +76,23 @@ class Policy(Protocol):
 
     def score(self, windows: Sequence[Window]) -> torch.Tensor:
         """Runs the windows and caches their tokens. Returns logits [sum of num_logits, V] in
-        window order; the k-th of a window is the prediction after its k-th scored token."""
+        window order; the k-th of a window is the prediction after its k-th scored token.
+
+        A token sees what is cached before `start`, its ancestors in the window and itself. The
+        tokens take the entries start, start + 1, ... in window order, so behind a tree comes
+        `compact`, or `truncate` to its start, before the slot is scored again."""
         ...
 
     def truncate(self, slot: int, length: int) -> None:
         """Forgets what slot `slot` caches from position `length` on."""
+        ...
+
+    def compact(self, slot: int, start: int, kept: Sequence[int]) -> None:
+        """Keeps a path of a tree: of the entries from `start` on, those at start + kept[0],
+        start + kept[1], ... move to start, start + 1, ...; the others are forgotten.
+
+        `kept` is strictly increasing. It is a path from the root, so the token of depth d comes to
+        lie at entry start + d, the position it was run at."""
         ...
 
     def fork(self, source: int, target: int, length: int) -> None:
@@ -46,3 +106,10 @@ class Policy(Protocol):
     def swap(self, prepared: Any) -> None:
         """Puts prepared weights in force; every cached position is void afterwards."""
         ...
+
+
+def num_in_place(kept: Sequence[int]) -> int:
+    """How many of the entries that `Policy.compact` keeps need not move; checks their order."""
+    steps = zip((ROOT, *kept), kept)
+    assert all(one < next_ for one, next_ in steps), f"kept {kept}: expected to be increasing"
+    return sum(index == entry for index, entry in enumerate(kept))

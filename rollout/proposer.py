@@ -1,7 +1,7 @@
 """The seam between the round and whoever guesses the next tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollout.draft import Draft
 from rollout.row import Row
@@ -32,4 +32,15 @@ class Proposer(Protocol):
 
     def gauges(self) -> Mapping[str, float]:
         """Sizes worth watching, by metric name."""
+        ...
+
+
+@runtime_checkable
+class TreeProposer(Proposer, Protocol):
+    """A proposer that can branch (`rollout.draft_tree`)."""
+
+    def propose_trees(
+        self, rows: Sequence[Row], max_nodes: Sequence[int], max_depths: Sequence[int]
+    ) -> list[Draft]:
+        """One tree of point masses a row, of at most that many tokens and levels."""
         ...

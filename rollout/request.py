@@ -52,22 +52,26 @@ class SpecCounters:
     reached: list[int] = field(default_factory=list)
     """Per draft position: how often the verification got there."""
     accepted_by_position: list[int] = field(default_factory=list)
+    foretold_reached: int = 0
+    """Draft positions reached in rounds whose accepted length was foretold (`rollout.verify`)."""
+    foretold_accepted: int = 0
+    """Accepted lengths of those rounds, tokens behind a stop included."""
     expected_accepted: float = 0.0
-    """Sum over reached positions of the acceptance probability sum_x min(p, q)."""
+    """What was foretold for them."""
+    expected_variance: float = 0.0
+    """Upper bound of the variance of accepted - expected, as foretold."""
+    pit_counts: list[int] = field(default_factory=list)
+    """Emitted tokens by where they fell in the law that verified them (`rollout.watch`)."""
     zero_residual_draws: int = 0
     """Corrections whose residual had no mass by rounding and were drawn from the target law."""
 
     def add(self, other: "SpecCounters") -> None:
         """Adds another's counts to these."""
-        for name in ("rounds", "drafted", "verified", "accepted", "corrections", "bonuses"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.plain += other.plain
-        self.expected_accepted += other.expected_accepted
-        self.zero_residual_draws += other.zero_residual_draws
-        for mine, theirs in (
-            (self.reached, other.reached),
-            (self.accepted_by_position, other.accepted_by_position),
-        ):
+        for name in self.__slots__:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if not isinstance(mine, list):
+                setattr(self, name, mine + theirs)
+                continue
             mine.extend([0] * (len(theirs) - len(mine)))
             for position, count in enumerate(theirs):
                 mine[position] += count
@@ -110,9 +114,10 @@ class RolloutSample:
     logprobs: tuple[float, ...]
     """Under the law that was sampled."""
     logprobs_full: tuple[float, ...]
-    """Whole vocabulary at the same temperature, before bans and filters."""
+    """Whole vocabulary at the same temperature, before bans, biases, penalties and filters."""
     kept_mass: tuple[float, ...]
-    """Full-vocabulary mass of the tokens the sampled law could emit; 1 without bans and filters."""
+    """Full-vocabulary mass of the tokens the sampled law could emit; 1 without bans and filters.
+    logprobs = logprobs_full - log kept_mass, unless a bias or penalty changed the odds as well."""
     version_spans: tuple[tuple[int, int], ...]
     """Run-length `(policy version that verified, number of tokens)` in order."""
     finish_reason: FinishReason
@@ -150,16 +155,13 @@ class RolloutSample:
 
     @staticmethod
     def from_json(row: dict[str, Any]) -> "RolloutSample":
-        sampling = dict(row["sampling"])
-        for name in ("stop_token_ids", "stop_strings"):
-            sampling[name] = tuple(sampling[name])
         request = RolloutRequest(
             id=row["id"],
             group_id=row["group_id"],
             prompt_id=row["prompt_id"],
             sample_index=row["sample_index"],
             prompt_ids=tuple(row["prompt_ids"]),
-            sampling=SamplingParams(**sampling),
+            sampling=SamplingParams.from_json(row["sampling"]),
             run_seed=row["run_seed"],
         )
         return RolloutSample(

@@ -6,10 +6,13 @@ A row is written by the engine only. Proposers read `token_ids` and never touch 
 import itertools
 import time
 
+from rollout.conditions import Conditions
+from rollout.draft import Draft
+from rollout.grammar import MaskProvider
 from rollout.request import FinishReason, Mode, RolloutRequest, RolloutSample, SpecCounters, Timings
 from rollout.stop_text import Decode, StopText
 from rollout.streams import Draws
-from rollout.verify import Verdict
+from rollout.verdict import Verdict
 
 _SERIALS = itertools.count()
 
@@ -24,8 +27,10 @@ class Row:
         *,
         context_len: int,
         decode: Decode | None = None,
+        mask: MaskProvider | None = None,
     ) -> None:
         self.request, self.draws = request, draws
+        self.conditions = Conditions(request.sampling, request.prompt_ids, mask)
         self.serial = next(_SERIALS)
         """Identity for proposers: unique in the process, also when a request id is used again."""
         self.token_ids: list[int] = list(request.prompt_ids)
@@ -68,14 +73,9 @@ class Row:
     def admitted(self, slot: int) -> None:
         self.slot, self._admitted_s = slot, time.monotonic()
 
-    def banned_at(self, depth: int) -> tuple[int, ...]:
-        """Ids banned at the position `depth` tokens after the last emitted one."""
-        sampling = self.request.sampling
-        return sampling.stop_token_ids if self.num_generated + depth < sampling.min_tokens else ()
-
     def emit(
         self,
-        draft_ids: tuple[int, ...],
+        draft: Draft,
         verdict: Verdict,
         logprobs: list[float],
         logprobs_full: list[float],
@@ -86,10 +86,10 @@ class Row:
 
         Stop ids come first, then stop strings, then the length limit.
         """
-        run = (*draft_ids[: verdict.accepted_len], verdict.next_token)
         num_emitted = 0
-        for token in run:
+        for token in verdict.run(draft):
             self.token_ids.append(token)
+            self.conditions.push(token)
             num_emitted += 1
             self._check_end(token)
             if self.done:
@@ -98,13 +98,13 @@ class Row:
         self._logprobs_full += logprobs_full[:num_emitted]
         self._kept_mass += kept_mass[:num_emitted]
         self._extend_span(version, num_emitted)
-        self._count(len(draft_ids), verdict, num_emitted)
+        self._count(len(draft), verdict, num_emitted)
         return num_emitted
 
     def _check_end(self, token: int) -> None:
         sampling = self.request.sampling
         stop = self._stop_text.push(token) if self._stop_text else None
-        if token in sampling.stop_token_ids and self.num_generated > sampling.min_tokens:
+        if token in sampling.stop_ids and self.num_generated > sampling.min_tokens:
             self.finish("stop", f"token {token}")
         elif stop is not None and self.num_generated >= sampling.min_tokens:
             self.finish("stop", f"string {stop!r}")
@@ -128,13 +128,17 @@ class Row:
             setattr(counters, field, getattr(counters, field) + 1)
         counters.zero_residual_draws += verdict.zero_residual
         # A position after a stop was verified but is not counted as reached.
-        reached = verdict.accept_probs[: accepted + (num_emitted > accepted)]
-        counters.expected_accepted += sum(reached)
+        num_reached = min(verdict.num_reached, accepted + (num_emitted > accepted))
         for counts in (counters.reached, counters.accepted_by_position):
-            counts.extend([0] * (len(reached) - len(counts)))
-        for depth in range(len(reached)):
+            counts.extend([0] * (num_reached - len(counts)))
+        for depth in range(num_reached):
             counters.reached[depth] += 1
             counters.accepted_by_position[depth] += depth < accepted
+        if (foretold := verdict.foretold) is not None:
+            counters.foretold_reached += verdict.num_reached
+            counters.foretold_accepted += verdict.accepted_len
+            counters.expected_accepted += foretold.mean
+            counters.expected_variance += foretold.variance
 
     def finish(self, reason: FinishReason, detail: str) -> None:
         self.finish_reason, self.finish_detail = reason, detail

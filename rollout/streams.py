@@ -5,7 +5,8 @@ Every uniform is a keyed hash (BLAKE2b) of (seed, prompt id, sample index) and o
 - `target(position)`     draws from the target law at a position of the sequence;
 - `draft(start, position)`, `coin(start, position)`, `correction(start, position)`
                          draw a draft token, decide its acceptance and draw its replacement in the
-                         round that began at `start`.
+                         round that began at `start`;
+- `pit(position)`        looks at an emitted token and decides nothing.
 
 So a row's tokens do not depend on its slot, its actor, its neighbours, a preemption or a restart;
 the four purposes are independent; and because a round never begins twice at the same position, no
@@ -35,6 +36,10 @@ class Draws(Protocol):
     def correction(self, weights: torch.Tensor, start: int, position: int) -> int: ...
 
     def draft(self, weights: torch.Tensor, start: int, position: int) -> int: ...
+
+    def pit(self, position: int) -> float:
+        """A uniform that decides nothing (`rollout.watch`)."""
+        ...
 
 
 def row_key(seed: int, prompt_id: str, sample_index: int) -> bytes:
@@ -68,3 +73,6 @@ class SeededDraws:
 
     def draft(self, weights: torch.Tensor, start: int, position: int) -> int:
         return pick_from(weights, self.uniform(b"draft", start, position))
+
+    def pit(self, position: int) -> float:
+        return self.uniform(b"pit", 0, position)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from rollout.errors import InvalidWeights
-from rollout.policy import Window
+from rollout.policy import Window, num_in_place
 
 Table = Callable[[tuple[int, ...]], torch.Tensor]
 """Tokens so far -> logits [V]."""
@@ -31,15 +31,25 @@ class TablePolicy:
         for window in windows:
             cached = self._cached[window.slot]
             assert len(cached) == window.start, "window does not start where the cache ends"
+            num = len(window.token_ids)
+            end = window.start + num
+            assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"
             for token in window.token_ids:
                 assert 0 <= token < self.vocab_size, f"token {token} is not in the vocabulary"
                 cached.append(token)
-            first = len(cached) - window.num_logits
-            logits += [self._table(tuple(cached[: i + 1])) for i in range(first, len(cached))]
+            for index in range(num - window.num_logits, num):
+                path = [cached[window.start + i] for i in window.path(index)]
+                logits.append(self._table((*cached[: window.start], *path)))
         return torch.stack(logits) if logits else torch.empty(0, self.vocab_size)  # [N, V]
 
     def truncate(self, slot: int, length: int) -> None:
         del self._cached[slot][length:]
+
+    def compact(self, slot: int, start: int, kept: Sequence[int]) -> None:
+        cached = self._cached[slot]
+        if num_in_place(kept) < len(kept):
+            cached[start:] = [cached[start + i] for i in kept]
+        self.truncate(slot, start + len(kept))
 
     def fork(self, source: int, target: int, length: int) -> None:
         self._cached[target] = self._cached[source][:length]

@@ -5,6 +5,10 @@ Attention runs in buckets of windows of equal length, so a round of plain decode
 windows pads nothing either. Rolling back is forgetting: a cached position is overwritten before it
 is read again, since a position is visible only to windows that start behind it.
 
+A tree window (arXiv:2305.09781) takes one cache entry a token, is rotated by depth and masked by
+ancestry; chains build neither that mask nor a second set of positions. Keeping a path of a tree
+moves its entries together: each was rotated for the very position it comes to lie at.
+
 Shapes: N tokens of the call, B windows of a bucket, n tokens a window, T cached positions, S slots,
 H query heads, J key/value heads, D head size.
 """
@@ -21,7 +25,7 @@ from quant.int8 import Int8Weight
 from quant.linear import Linear, has_bf16_gemm
 from rollout.decoder import DecoderConfig
 from rollout.packing import unpack
-from rollout.policy import Window
+from rollout.policy import ROOT, Window, num_in_place
 
 
 def default_dtype(device: str = "cpu") -> torch.dtype:
@@ -63,6 +67,16 @@ class DecoderWeights:
     def kernels(self) -> dict[str, str]:
         """Which kernel runs which class of matrix."""
         return {"blocks": self.blocks[0].qkv.kernel, "head": self.head.kernel}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """All tokens of a call, window after window."""
+
+    ids: torch.Tensor  # [N]
+    slots: torch.Tensor  # [N]
+    entries: torch.Tensor  # [N] where in the slot keys and values go
+    positions: torch.Tensor  # [N] what is rotated by; the entry itself in a chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +182,15 @@ class TransformerPolicy:
             for cache in (self._keys, self._values):
                 cache[:, slot, :, length:] = 0
 
+    def compact(self, slot: int, start: int, kept: Sequence[int]) -> None:
+        first = num_in_place(kept)
+        if first < len(kept):
+            source = start + torch.tensor(kept[first:], device=self.device)
+            for cache in (self._keys, self._values):
+                entries = cache[:, slot]  # [layers, J, T, D]
+                entries[:, :, start + first : start + len(kept)] = entries[:, :, source]
+        self.truncate(slot, start + len(kept))
+
     def fork(self, source: int, target: int, length: int) -> None:
         for cache in (self._keys, self._values):
             cache[:, target, :, :length] = cache[:, source, :, :length]
@@ -177,13 +200,13 @@ class TransformerPolicy:
     @torch.inference_mode()
     def score(self, windows: Sequence[Window]) -> torch.Tensor:
         assert self.weights is not None, "no weights are in force"
-        ids, slots, positions = self._flatten(windows)  # [N] each
+        tokens = self._flatten(windows)
         buckets = self._buckets(windows)
-        cos, sin = self._cos[positions, None], self._sin[positions, None]  # [N, 1, D]
-        hidden = F.embedding(ids, self.weights.embedding)  # [N, hidden]
+        cos, sin = self._cos[tokens.positions, None], self._sin[tokens.positions, None]  # [N, 1, D]
+        hidden = F.embedding(tokens.ids, self.weights.embedding)  # [N, hidden]
         for layer, block in enumerate(self.weights.blocks):
             normed = self._norm(hidden, block.attention_norm)
-            query = self._project(layer, block, normed, cos, sin, slots, positions)  # [N, H, D]
+            query = self._project(layer, block, normed, cos, sin, tokens)  # [N, H, D]
             mixed = self._attend(layer, query, buckets)  # [N, H * D]
             hidden = hidden + block.out(mixed)
             gate, up = block.gate_up(self._norm(hidden, block.mlp_norm)).chunk(2, dim=-1)
@@ -194,21 +217,22 @@ class TransformerPolicy:
             return torch.empty(0, self.vocab_size)
         return self.weights.head(self._norm(hidden[wanted], self.weights.norm)).float()  # [M, V]
 
-    def _flatten(
-        self, windows: Sequence[Window]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids, slots and positions of all tokens, window after window."""
+    def _flatten(self, windows: Sequence[Window]) -> _Tokens:
         ids: list[int] = []
         slots: list[int] = []
-        positions: list[int] = []
+        entries: list[int] = []
         for window in windows:
             end = window.start + len(window.token_ids)
             assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"
             ids += window.token_ids
             slots += [window.slot] * len(window.token_ids)
-            positions += range(window.start, end)
-        flat = torch.tensor([ids, slots, positions], device=self.device)
-        return flat[0], flat[1], flat[2]
+            entries += range(window.start, end)
+        flat = torch.tensor([ids, slots, entries], device=self.device)
+        positions = flat[2]
+        if not all(window.is_chain for window in windows):
+            depths = [window.start + depth for window in windows for depth in window.depths]
+            positions = torch.tensor(depths, device=self.device)
+        return _Tokens(flat[0], flat[1], flat[2], positions)
 
     def _scored(self, windows: Sequence[Window]) -> torch.Tensor:
         """Flat indices of the tokens whose predictions were asked for."""
@@ -234,7 +258,11 @@ class TransformerPolicy:
         starts = torch.tensor([window.start for window, _ in members], device=self.device)
         num_cached = int(starts.max()) + length
         last_visible = starts[:, None] + steps  # [B, n]
-        hidden = torch.arange(num_cached, device=self.device) > last_visible[..., None]
+        hidden = torch.arange(num_cached, device=self.device) > last_visible[..., None]  # [B, n, T]
+        if not all(window.is_chain for window, _ in members):
+            ancestors = _ancestors([window for window, _ in members]).to(self.device)  # [B, n, n]
+            entries = (starts[:, None] + steps)[:, None].expand_as(ancestors)
+            hidden.scatter_(2, entries, ~ancestors)
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(hidden, -torch.inf)
         slots = [window.slot for window, _ in members]
@@ -257,8 +285,7 @@ class TransformerPolicy:
         normed: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
+        tokens: _Tokens,
     ) -> torch.Tensor:
         """Queries [N, H, D]; keys and values go to the cache."""
         config = self.config
@@ -269,8 +296,8 @@ class TransformerPolicy:
         )
         if block.q_norm is not None and block.k_norm is not None:
             query, key = self._norm(query, block.q_norm), self._norm(key, block.k_norm)
-        self._keys[layer][slots, :, positions] = _rotate(key, cos, sin)
-        self._values[layer][slots, :, positions] = value
+        self._keys[layer][tokens.slots, :, tokens.entries] = _rotate(key, cos, sin)
+        self._values[layer][tokens.slots, :, tokens.entries] = value
         return _rotate(query, cos, sin)
 
     def _attend(self, layer: int, query: torch.Tensor, buckets: list[_Bucket]) -> torch.Tensor:
@@ -294,6 +321,18 @@ class TransformerPolicy:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+
+
+def _ancestors(windows: Sequence[Window]) -> torch.Tensor:
+    """[B, n, n]: which tokens of its window a token descends from, itself included."""
+    length = len(windows[0].token_ids)
+    chain = range(ROOT, length - 1)
+    parents = torch.tensor([window.parents or chain for window in windows])  # [B, n]
+    rows = torch.arange(len(windows))
+    seen = torch.eye(length + 1, length, dtype=torch.bool).repeat(len(windows), 1, 1)
+    for token in range(length):  # the last line of `seen` is empty: that of ROOT
+        seen[:, token] |= seen[rows, parents[:, token]]
+    return seen[:, :length]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

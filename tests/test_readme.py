@@ -45,7 +45,8 @@ def test_every_command_it_shows_is_one_of_the_command_line() -> None:
 def test_every_metric_it_explains_is_logged() -> None:
     counters = SpecCounters(
         rounds=2, drafted=2, verified=2, accepted=1, corrections=1, reached=[2],
-        accepted_by_position=[1],
+        accepted_by_position=[1], foretold_reached=2, foretold_accepted=1, expected_accepted=1.0,
+        expected_variance=0.5, pit_counts=[8] * 16,
     )  # fmt: skip
     now = ClusterSnapshot(
         **{

@@ -41,11 +41,22 @@ def test_acceptance_is_of_the_interval_and_pooled() -> None:  # case 199
 def test_observed_minus_expected_is_zero_when_acceptance_is_as_predicted() -> None:
     counters = SpecCounters(
         rounds=4, verified=4, accepted=3, reached=[4], accepted_by_position=[3],
-        expected_accepted=3.0,
+        foretold_reached=4, foretold_accepted=3, expected_accepted=3.0, expected_variance=0.75,
     )  # fmt: skip
     row = metrics_row(ClusterSnapshot.zero(), snapshot(counters=counters))
     assert row["spec/observed_minus_expected"] == 0.0
+    assert (row["exact/acceptance_p_value"], row["exact/alarm"]) == (1.0, 0.0)
     assert row["spec/pos_0/conditional_rate"] == 0.75
+
+
+def test_acceptance_far_from_what_was_foretold_raises_the_alarm() -> None:
+    # 100 of 100 accepted where 50 +- 5 are expected: s = 50, V + s / 3 = 41.7, p < 2 exp(-30)
+    counters = SpecCounters(
+        rounds=100, verified=100, accepted=100, reached=[100], accepted_by_position=[100],
+        foretold_reached=100, foretold_accepted=100, expected_accepted=50.0, expected_variance=25.0,
+    )  # fmt: skip
+    row = metrics_row(ClusterSnapshot.zero(), snapshot(counters=counters))
+    assert row["exact/alarm"] == 1.0 and row["exact/acceptance_p_value"] < 1e-12
 
 
 def test_time_shares_add_up_to_one() -> None:

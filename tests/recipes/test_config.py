@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from recipes.config import RunConfig, documented_options, load_config, resumed_config, to_yaml
+from recipes.config import (
+    RunConfig,
+    documented_options,
+    engine_spec,
+    load_config,
+    resumed_config,
+    to_yaml,
+)
 from rollout.errors import InvalidConfig
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -84,3 +91,25 @@ def test_going_on_may_not_change_what_the_samples_are(override: str) -> None:
     with pytest.raises(InvalidConfig, match="cannot go on with"):
         resumed_config(QUICKSTART, [override])
     assert resumed_config(QUICKSTART, ["steps=99"]).steps == 99
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["draft.tree_nodes=-1"], "expected at least 0"),
+        (["draft.tree_nodes=8", "proposer=ngram"], "needs proposer=history"),
+        (["draft.tree_nodes=8", "draft.length=3"], "draft.length=null"),
+        (["draft.verification=tree"], "expected one of block, position"),
+    ],
+)
+def test_options_of_trees_and_verification_that_contradict_are_refused(
+    overrides: list[str], said: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        load_config(None, ["name=t", *overrides])
+
+
+def test_options_of_trees_and_verification_reach_the_engine() -> None:
+    config = load_config(None, ["name=t", "draft.tree_nodes=8", "draft.verification=position"])
+    spec = engine_spec(config, Path("model"))
+    assert (spec.tree_nodes, spec.verification) == (8, "position")

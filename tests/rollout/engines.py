@@ -1,12 +1,15 @@
-"""Small engines and scripted proposers that the tests of this folder share."""
+"""Small engines, scripted proposers and the plain law that the tests of this folder share."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from proposers.none import NoProposer
-from rollout.draft import DenseLaw, Draft, PointMass, SparseLaw
+from rollout.draft import POINT_MASS, DenseLaw, Draft, DraftLaw, SparseLaw
 from rollout.draft_len import FixedDraftLen
+from rollout.draft_tree import grow_tree, most_probable
+from rollout.grammar import CompileGrammar, MaskProvider, named_grammars
 from rollout.native_engine import NativeEngine, seeded_draws
 from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample
@@ -14,6 +17,7 @@ from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.streams import Draws
 from rollout.table_policy import Table, TablePolicy
+from rollout.verify import Rule
 
 
 def request(
@@ -46,15 +50,20 @@ def table_engine(
     context_len: int = 64,
     draws_for: Callable[[RolloutRequest], Draws] = seeded_draws,
     decode: Callable[[Sequence[int]], str] | None = None,
+    verification: Rule = "block",
+    branching: bool = False,
+    compile_grammar: CompileGrammar | None = None,
 ) -> NativeEngine:
     """An engine over a table, at version 0."""
     policy = TablePolicy(table, vocab_size=vocab_size, context_len=context_len, num_slots=num_slots)
     engine = NativeEngine(
         policy,
         proposer or NoProposer(),
-        FixedDraftLen(draft_len),
+        FixedDraftLen(draft_len, branching),
+        verification=verification,
         draws_for=draws_for,
         decode=decode,
+        compile_grammar=compile_grammar,
     )
     engine.load(table, version=0, digest="table")
     return engine
@@ -89,13 +98,16 @@ def drawing_proposer(
     tokens so far and may end the draft: a stopping time."""
 
     def draft(row: Row, max_len: int) -> Draft:
-        tokens, ids, laws = list(row.token_ids), [], []
+        tokens = list(row.token_ids)
+        ids: list[int] = []
+        laws: list[DraftLaw] = []
         start = len(tokens)
         while len(ids) < max_len and not (stop_after and ids and stop_after(tokens)):
             probs = draft_table(tuple(tokens)).softmax(-1)
             here = ("dense", "sparse", "point")[len(tokens) % 3] if kind == "mixed" else kind
+            law: DraftLaw = POINT_MASS
             if here == "point":
-                token, law = int(probs.argmax()), PointMass()
+                token = int(probs.argmax())
             elif here == "dense":
                 token, law = row.draws.draft(probs, start, len(tokens)), DenseLaw(probs)
             else:
@@ -111,38 +123,129 @@ def drawing_proposer(
     return ScriptedProposer(draft)
 
 
+class TableTrees(NoProposer):
+    """Branches to the `width` most probable tokens of a table, as a head's top-k does."""
+
+    def __init__(self, draft_table: Table, width: int = 2, max_depth: int = 8) -> None:
+        self._table, self._width, self._max_depth = draft_table, width, max_depth
+
+    def propose_trees(
+        self, rows: Sequence[Row], max_nodes: Sequence[int], max_depths: Sequence[int]
+    ) -> list[Draft]:
+        def continuations(tokens: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
+            best = most_probable(self._table(tokens).softmax(-1), self._width)
+            return [(token, chance, (*tokens, token)) for token, chance in best]
+
+        return [
+            grow_tree(
+                tuple(row.token_ids),
+                continuations,
+                max_nodes=nodes,
+                max_depth=min(depth, self._max_depth),
+            )
+            for row, nodes, depth in zip(rows, max_nodes, max_depths)
+        ]
+
+
+# ---- grammars -----------------------------------------------------------------------------
+
+Allowed = Callable[[tuple[int, ...]], Collection[int]]
+"""Tokens generated so far -> the ids that may come next: a grammar, for `plain_law` and engines."""
+
+
+def strict_mask(allowed: Allowed, vocab_size: int, stop_ids: Collection[int] = ()) -> MaskProvider:
+    """A provider that fails when asked for a prefix that its own masks do not allow, or past a stop."""
+
+    def mask(generated: Sequence[int]) -> torch.Tensor:
+        done = tuple(generated)
+        for end, token in enumerate(done):
+            assert token in allowed(done[:end]), f"asked for {done}, whose token {end} is forbidden"
+            assert token not in stop_ids, f"asked for {done}, past the stop at {end}"
+        ids = torch.zeros(vocab_size, dtype=torch.bool)
+        ids[list(allowed(done))] = True
+        return ids
+
+    return mask
+
+
+def grammar_named(
+    name: str, allowed: Allowed, vocab_size: int, stop_ids: Collection[int] = ()
+) -> CompileGrammar:
+    """Compiles `Grammar.named(name)` to the strict mask."""
+    return named_grammars({name: lambda: strict_mask(allowed, vocab_size, stop_ids)})
+
+
+# ---- the law of plain sampling, written independently of `rollout.law` ----------------------
+
+
+def edited_logits(
+    logits: Sequence[float],
+    prompt: Sequence[int],
+    generated: tuple[int, ...],
+    sampling: SamplingParams,
+    allowed: Allowed | None = None,
+) -> list[float]:
+    """Grammar, bans, bias and penalties, one token at a time in float64."""
+    stops = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
+    edited = []
+    for token, value in enumerate(logits):
+        early_stop = token in stops and len(generated) < sampling.min_tokens
+        completes = (
+            phrase[-1] == token and generated[len(generated) - len(phrase) + 1 :] == phrase[:-1]
+            for phrase in sampling.bad_words
+            if len(generated) >= len(phrase) - 1
+        )
+        forbidden = allowed is not None and token not in allowed(generated)
+        if early_stop or forbidden or any(completes):
+            value = -math.inf
+        value += dict(sampling.logit_bias).get(token, 0.0)
+        if token in prompt or token in generated:
+            penalty = sampling.repetition_penalty
+            value = value / penalty if value > 0 else value * penalty
+        value -= sampling.frequency_penalty * generated.count(token)
+        value -= sampling.presence_penalty * (token in generated)
+        edited.append(value)
+    return edited
+
+
+def filtered(edited: Sequence[float], sampling: SamplingParams) -> dict[int, float]:
+    """Temperature, top-k, top-p, min-p; the law of tokens without ties at a filter's edge."""
+    if sampling.greedy:
+        return {edited.index(max(edited)): 1.0}
+    weights = [math.exp((value - max(edited)) / sampling.temperature) for value in edited]
+    ranked = sorted(range(len(weights)), key=lambda t: -weights[t])[: sampling.top_k or None]
+    total = sum(weights[t] for t in ranked)
+    mass = 0.0
+    kept: list[int] = []
+    for token in ranked:
+        if mass < sampling.top_p * total or not kept:
+            kept.append(token)
+            mass += weights[token]
+    kept = [t for t in kept if weights[t] >= sampling.min_p * weights[kept[0]] and weights[t] > 0]
+    total = sum(weights[t] for t in kept)
+    return {t: weights[t] / total for t in kept}
+
+
 def plain_law(
-    table: Table, prompt: Sequence[int], sampling: SamplingParams, vocab_size: int
+    table: Table,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    vocab_size: int,
+    allowed: Allowed | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """Joint law of plain sampling, written independently of `rollout.law` (at most 20 lines)."""
-
-    def next_law(tokens: tuple[int, ...], generated: int) -> Mapping[int, float]:
-        logits = table(tokens).clone()
-        if generated < sampling.min_tokens:
-            logits[list(sampling.stop_token_ids)] = -torch.inf
-        if sampling.greedy:
-            return {int(logits.argmax()): 1.0}
-        probs = (logits / sampling.temperature).softmax(-1)
-        ranked = sorted(range(vocab_size), key=lambda t: -float(probs[t]))
-        ranked = ranked[: sampling.top_k or vocab_size]
-        total = sum(float(probs[t]) for t in ranked)
-        mass, kept = 0.0, []
-        for token in ranked:
-            if mass < sampling.top_p * total or not kept:
-                kept.append(token)
-                mass += float(probs[token])
-        kept = [t for t in kept if float(probs[t]) >= sampling.min_p * float(probs[kept[0]])]
-        total = sum(float(probs[t]) for t in kept)
-        return {t: float(probs[t]) / total for t in kept}
-
+    """Joint law of plain sampling; `allowed` is the request's grammar."""
+    stops = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
     law: dict[tuple[int, ...], float] = {}
 
     def extend(done: tuple[int, ...], probability: float) -> None:
-        ended = done and done[-1] in sampling.stop_token_ids and len(done) > sampling.min_tokens
+        ended = done and done[-1] in stops and len(done) > sampling.min_tokens
         if ended or len(done) == sampling.max_new_tokens:
             law[done] = law.get(done, 0.0) + probability
             return
-        for token, prob in next_law((*prompt, *done), len(done)).items():
+        logits = table((*prompt, *done))
+        assert logits.shape == (vocab_size,)
+        edited = edited_logits(logits.tolist(), prompt, done, sampling, allowed)
+        for token, prob in filtered(edited, sampling).items():
             extend((*done, token), probability * prob)
 
     extend((), 1.0)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rollout.conditions import Condition
 from rollout.errors import InvalidLogits
-from rollout.law import BLOCK, TargetLaws, pick_from, target_laws
+from rollout.law import BLOCK, TargetLaws, pick_from
 from rollout.sampling import SamplingParams
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
@@ -18,7 +19,7 @@ def law(
     logits: torch.Tensor, sampling: SamplingParams | None = None, banned: tuple[int, ...] = ()
 ) -> TargetLaws:
     """One position."""
-    return target_laws(logits[None], [sampling or SamplingParams()], [banned])
+    return TargetLaws(logits[None], [Condition(sampling or SamplingParams(), banned)])
 
 
 def random_logits(size: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -131,7 +132,7 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_a_position_without_a_law_raises_and_its_neighbours_do_not(name: str) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], INVALID[name], [0.0, 1.0, 2.0]])
-    laws = target_laws(logits, [SamplingParams(top_k=2)] * 3, [()] * 3)
+    laws = TargetLaws(logits, [Condition(SamplingParams(top_k=2))] * 3)
     with pytest.raises(InvalidLogits):
         laws.check(1)
     for index in (0, 2):
@@ -241,7 +242,7 @@ def test_sampled_logprob_is_the_full_one_less_the_log_of_the_kept_mass(
 def test_positions_of_one_call_keep_their_own_sampling_and_bans() -> None:
     samplings, banned = SAMPLINGS * 2, [()] * len(SAMPLINGS) + [(1, 2)] * len(SAMPLINGS)
     logits = torch.stack([random_logits(300, seed) for seed in range(len(samplings))])
-    laws = target_laws(logits, samplings, banned)
+    laws = TargetLaws(logits, list(map(Condition, samplings, banned)))
     for index, (sampling, bans) in enumerate(zip(samplings, banned)):
         assert torch.equal(laws.probs(index), law(logits[index], sampling, bans).probs(0))
 

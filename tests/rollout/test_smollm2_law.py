@@ -28,7 +28,7 @@ from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from rollout.streams import Draws
 from rollout.transformer_policy import TransformerPolicy
-from rollout.verify import Verdict
+from rollout.verdict import Verdict
 from tests.rollout.engines import request, run
 from tests.rollout.policies import engine_over, filtered_law, hugging_face
 
@@ -134,22 +134,23 @@ def test_speculative_samples_of_a_real_model_follow_its_exact_law(
 
 
 def accept_everything(
-    laws: TargetLaws, first: int, draft: Draft, draws: Draws, start: int
+    laws: TargetLaws, first: int, draft: Draft, draws: Draws, start: int, **_: object
 ) -> Verdict:
     end = len(draft)
     drawn = draws.target(laws, first + end, start + end)
-    return Verdict(end, drawn, "bonus" if end else "plain", (1.0,) * end)
+    return Verdict(tuple(range(end)), drawn, "bonus" if end else "plain")
 
 
 def draw_from_the_first_law(
-    laws: TargetLaws, first: int, draft: Draft, draws: Draws, start: int
+    laws: TargetLaws, first: int, draft: Draft, draws: Draws, start: int, **_: object
 ) -> Verdict:
     """Right at the first position, then the law of the row's first position again."""
     for depth, token in enumerate(draft.token_ids):
         drawn = draws.target(laws, first, start + depth)
         if drawn != token:
-            return Verdict(depth, drawn, "correction", (1.0,) * (depth + 1))
-    return Verdict(len(draft), draws.target(laws, first, start + len(draft)), "bonus", ())
+            return Verdict(tuple(range(depth)), drawn, "correction")
+    accepted = tuple(range(len(draft)))
+    return Verdict(accepted, draws.target(laws, first, start + len(draft)), "bonus")
 
 
 @pytest.mark.parametrize("fault", [accept_everything, draw_from_the_first_law])

@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from rollout.conditions import Condition
 from rollout.draft import NO_DRAFT, POINT_MASS, DenseLaw, Draft, DraftLaw, SparseLaw, check_draft
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes
 from rollout.errors import InvalidDraft, InvalidLogits
-from rollout.law import TargetLaws, target_laws
+from rollout.law import TargetLaws
 from rollout.sampling import SamplingParams
 from rollout.streams import Draws, SeededDraws
 from rollout.table_policy import random_table
-from rollout.verify import Verdict, acceptance, residual, verify
+from rollout.verdict import Foretold, Verdict
+from rollout.verify import verify
+from rollout.verify_positions import acceptance, residual
 from tests.rollout.engines import ScriptedProposer, drawing_proposer, request, run, table_engine
 
 P = (0.10, 0.40, 0.30, 0.20)
@@ -33,7 +36,7 @@ def row(probs: Sequence[float]) -> torch.Tensor:
 
 def laws_of(*positions: Sequence[float]) -> TargetLaws:
     logits = torch.stack([row(p).log() for p in positions])
-    return target_laws(logits, [SamplingParams()] * len(positions), [()] * len(positions))
+    return TargetLaws(logits, [Condition(SamplingParams())] * len(positions))
 
 
 class FixedUniforms(SeededDraws):
@@ -104,7 +107,7 @@ def frequencies(make_draws: Callable[[int], Draws]) -> tuple[list[float], float]
 
 def test_worked_example_accepts_the_overlap_and_corrects_to_the_only_token_short_of_p() -> None:
     p, q = (0.40, 0.30, 0.15, 0.10, 0.05), (0.25, 0.35, 0.20, 0.10, 0.10)
-    assert acceptance(laws_of(p), 0, DenseLaw(row(q))) == pytest.approx(0.85, abs=1e-12)
+    assert acceptance(laws_of(p), 0, DenseLaw(row(q)), 0) == pytest.approx(0.85, abs=1e-12)
     left = residual(laws_of(p).probs(0), DenseLaw(row(q)))
     assert (left / left.sum()).tolist() == pytest.approx([1, 0, 0, 0, 0], abs=1e-12)
 
@@ -201,7 +204,8 @@ def test_a_sparse_law_is_verified_like_the_dense_one_it_abbreviates(seed: int, t
     draws = SeededDraws(seed, "sparse", token)
     one, other = (verify_one(P, law, token, draws) for law in (sparse, dense))
     assert (one.accepted_len, one.next_token) == (other.accepted_len, other.next_token)
-    assert one.accept_probs == pytest.approx(other.accept_probs)
+    assert one.foretold and other.foretold
+    assert one.foretold.mean == pytest.approx(other.foretold.mean)
 
 
 # ---- edges --------------------------------------------------------------------------------
@@ -247,10 +251,11 @@ def test_a_cold_peak_is_accepted_without_touching_the_residual() -> None:
     # case 11
     logits = torch.full((2, 100), -15.0)
     logits[:, 7] = 37.0
-    laws = target_laws(logits, [SamplingParams(temperature=0.002)] * 2, [()] * 2)
+    laws = TargetLaws(logits, [Condition(SamplingParams(temperature=0.002))] * 2)
     draft = Draft((7,), (DenseLaw(laws.probs(0)),))
     verdict = verify(laws, 0, draft, FixedUniforms(1 - 2.0**-53), start=0)
-    assert (verdict.accepted_len, verdict.accept_probs, verdict.zero_residual) == (1, (1.0,), False)
+    assert (verdict.accepted_len, verdict.zero_residual) == (1, False)
+    assert verdict.foretold == Foretold(1.0, 0.0)
 
 
 def test_a_residual_without_mass_draws_from_the_target_and_says_so() -> None:
@@ -294,24 +299,28 @@ def test_a_refused_point_mass_is_not_emitted_in_its_place(seed: int) -> None:
 def test_a_refusal_drops_the_rest_and_the_bonus_follows_full_acceptance() -> None:
     one, two = (0.0, 1.0), (1.0, 0.0)
     laws, draws = laws_of(one, one, two), FixedUniforms(0.5)
-    assert verify(laws, 0, Draft.of_points((0, 1)), draws, 5) == Verdict(0, 1, "correction", (0.0,))
-    assert verify(laws, 0, Draft.of_points((1, 0)), draws, 5) == Verdict(
-        1, 1, "correction", (1.0, 0.0)
-    )
-    assert verify(laws, 0, Draft.of_points((1, 1)), draws, 5) == Verdict(2, 0, "bonus", (1.0, 1.0))
-    assert verify(laws, 2, NO_DRAFT, draws, 5) == Verdict(0, 0, "plain", ())
+    cases = {
+        (0, 1): Verdict((), 1, "correction", Foretold(0.0, 0.0), num_reached=1),
+        (1, 0): Verdict((0,), 1, "correction", Foretold(1.0, 0.0), num_reached=2),
+        (1, 1): Verdict((0, 1), 0, "bonus", Foretold(2.0, 0.0), num_reached=2),
+    }
+    for tokens, verdict in cases.items():
+        assert verify(laws, 0, Draft.of_points(tokens), draws, 5) == verdict
+    assert verify(laws, 2, NO_DRAFT, draws, 5) == Verdict((), 0, "plain", Foretold(0.0, 0.0))
 
 
-def test_acceptance_probabilities_are_those_of_the_reached_positions() -> None:
-    q = DenseLaw(row(Q))
-    verdict = verify(laws_of(P, P, P), 0, Draft((1, 0), (q, POINT_MASS)), FixedUniforms(0.4), 0)
-    assert verdict.accepted_len == 1  # .4 < .40/.25; then u = .4 draws token 1, not 0
-    assert verdict.accept_probs == pytest.approx((0.5, 0.1))
+def test_position_wise_the_expected_length_is_the_acceptance_of_reached_positions() -> None:
+    draft = Draft((1, 0), (DenseLaw(row(Q)), POINT_MASS))
+    verdict = verify(laws_of(P, P, P), 0, draft, FixedUniforms(0.4), 0, rule="position")
+    assert verdict.accepted == (0,)  # .4 < .40/.25; then u = .4 draws token 1, not 0
+    # .5 + .1; .5 * .5 + .1 * .9
+    assert verdict.foretold and verdict.foretold.mean == pytest.approx(0.6)
+    assert verdict.foretold.variance == pytest.approx(0.34)
 
 
 def test_a_position_without_a_law_matters_only_when_it_is_reached() -> None:
     logits = torch.tensor([[0.0, -torch.inf], [torch.nan, 0.0]])
-    laws = target_laws(logits, [SamplingParams()] * 2, [()] * 2)
+    laws = TargetLaws(logits, [Condition(SamplingParams())] * 2)
     assert verify(laws, 0, Draft.of_points((1,)), FixedUniforms(0.5), 0).next_token == 0
     with pytest.raises(InvalidLogits):
         verify(laws, 0, Draft.of_points((0,)), FixedUniforms(0.5), 0)

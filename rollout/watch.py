@@ -1,0 +1,71 @@
+"""Watching exactness in production: two statistics that are free of assumptions about the model.
+
+- *Observed minus expected accepted length* (`rollout.verify`): a martingale, so its sum S over rounds
+  with foreseeable variance V and steps of at most b exceeds s with probability at most
+  2 exp(-s^2 / 2(V + b s / 3)) (Freedman, Ann. Probab. 3, 1975). Sees drafts that were not drawn from
+  the law handed over, and acceptance by another rule. Point masses: every round; sampled drafts,
+  for which it costs rows of the vocabulary: every FORETELL_EVERY-th start position.
+- *Randomised probability integral transform* of emitted tokens (Smith, J. Forecasting 4, 1985): with F
+  the cumulative law of the position and v a uniform of its own, F(y - 1) + v p(y) is uniform and
+  independent of the past if y was drawn from p. Sees any other law of the emitted tokens. Every
+  PIT_EVERY-th position of a row, by position alone: choosing tokens by what became of them
+  ("the corrections") would have another law.
+
+Both are counts that add up over rows, actors and steps. They judge what is emitted against the law
+that the verifying forward computed; a forward that computes a wrong law is beyond them and is what
+`rollout audit` recomputes.
+"""
+
+import math
+
+import torch
+
+from rollout.law import TargetLaws
+from rollout.request import SpecCounters
+from rollout.streams import Draws
+
+FORETELL_EVERY = 8
+PIT_EVERY = 8
+PIT_BINS = 16
+ALARM_LEVEL = 1e-6
+"""Chance that a correct engine raises the alarm at one look."""
+SMALLEST_BIN = 5.0
+"""Expected count of a bin below which the chi-square approximation is not used."""
+
+
+def foretells(start: int) -> bool:
+    """Whether the round that begins at sequence position `start` is foretold."""
+    return start % FORETELL_EVERY == 0
+
+
+def pit_bin(laws: TargetLaws, index: int, token: int, draws: Draws, position: int) -> int:
+    """Bin of the transformed token."""
+    value = laws.below(index, token) + draws.pit(position) * laws.prob(index, token)
+    return min(int(value * PIT_BINS), PIT_BINS - 1)
+
+
+def acceptance_p_value(counters: SpecCounters) -> float | None:
+    """Bound on the chance of so large a difference between observed and expected accepted length;
+    None before anything was foretold."""
+    if not counters.foretold_reached:
+        return None
+    surprise = abs(counters.foretold_accepted - counters.expected_accepted)
+    step = max(1, len(counters.reached))  # the longest draft so far
+    spread = counters.expected_variance + step * surprise / 3
+    return min(1.0, 2 * math.exp(-(surprise**2) / (2 * spread))) if spread else 1.0
+
+
+def pit_p_value(counters: SpecCounters) -> float | None:
+    """Chi-square tail of the bins against uniform; None while they are too empty to tell."""
+    mean = sum(counters.pit_counts) / PIT_BINS
+    if mean < SMALLEST_BIN:
+        return None
+    distance = sum((count - mean) ** 2 for count in counters.pit_counts) / mean
+    half = torch.tensor([(PIT_BINS - 1) / 2, distance / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def alarm(counters: SpecCounters) -> bool:
+    """One of the two is beyond ALARM_LEVEL."""
+    p_values = (acceptance_p_value(counters), pit_p_value(counters))
+    return any(p is not None and p < ALARM_LEVEL for p in p_values)
