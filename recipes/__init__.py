@@ -1,25 +1,37 @@
 """Complete runs, their options, their records, and the `rollout` command.
 
-arithmetic    short sums with a verifiable reward
-cli           the `rollout` command
-clusters      named clusters on this machine
-config        every option of a run, its default and what it does
-doctor        whether this installation can run, and what will be slow
-grpo          asynchronous GRPO on rollouts from a cluster
-ladder        what quantisation and speculation each buy, on the run's own prompts
-live          a run as it happens, in the terminal
-passport      what a run was
-report        a run folder -> one HTML page
-run           `rollout run`, recorded in a run folder
-run_folder    the folder of one run, and where it can go on from
-sink          the one writer of metrics: JSONL first, Weights & Biases behind it
-smollm2       SmolLM2-135M-Instruct from the package that ships it
-stop_request  Ctrl-C and SIGTERM as a wish to stop at the next whole step
-summary       the closing table of a run
+arithmetic        short sums with a verifiable reward
+audit             `rollout audit`: is this engine exact?
+audit_enumerated  joint laws on known tables, computed through the real engine
+audit_faults      planted faults that an audit must catch
+audit_sampled     tests of a real engine on a real model
+audit_statistics  the tests' statistics: p-values, powers
+certificate       the outcome of an audit, as JSON and as a page
+cli               the `rollout` command
+clusters          named clusters on this machine
+config            every option of a run, its default and what it does
+doctor            whether this installation can run, and what will be slow
+grpo              asynchronous GRPO on rollouts from a cluster
+ladder            what quantisation and speculation each buy, on the run's own prompts
+live              a run as it happens, in the terminal
+passport          what a run was
+report            a run folder -> one HTML page
+run               `rollout run`, recorded in a run folder
+run_folder        the folder of one run, and where it can go on from
+sink              the one writer of metrics: JSONL first, Weights & Biases behind it
+smollm2           SmolLM2-135M-Instruct from the package that ships it
+stop_request      Ctrl-C and SIGTERM as a wish to stop at the next whole step
+summary           the closing table of a run
 """
 
 __all__ = [
     "arithmetic",
+    "audit",
+    "audit_enumerated",
+    "audit_faults",
+    "audit_sampled",
+    "audit_statistics",
+    "certificate",
     "cli",
     "clusters",
     "config",

@@ -92,8 +92,46 @@ def _parser() -> argparse.ArgumentParser:
     )
     report = _command(commands, "report", _report, "write a run's page again")
     report.add_argument("run", type=Path)
+    _add_audit(commands)
     _command(commands, "doctor", _doctor, "check this machine and installation")
     return parser
+
+
+def _add_audit(commands: Any) -> None:
+    audit = _command(commands, "audit", _audit, "certify that an engine samples the target law")
+    audit.add_argument("--engine", default="native", choices=("native",), help="who generates")
+    audit.add_argument("--model", default="smollm2", help="model folder, or smollm2 (default)")
+    audit.add_argument(
+        "--quant",
+        default="none",
+        choices=("none", "int8_w8a16", "int8_w8a8"),
+        help="format of the weights that are sampled; none (default) is full precision, where the "
+        "reference is sharpest",
+    )
+    audit.add_argument(
+        "--proposer",
+        nargs="+",
+        default=None,
+        choices=("none", "ngram", "history", "history_sampled"),
+        help="who drafts (default: history and history_sampled, one after the other)",
+    )
+    audit.add_argument(
+        "--sampling",
+        nargs="+",
+        action="append",
+        default=None,
+        metavar="NAME=VALUE",
+        help="a law, as temperature=0.7 top_p=0.9; may be given several times (default T=1)",
+    )
+    audit.add_argument("--draft-len", type=int, default=4, help="drafted tokens a round")
+    audit.add_argument("--verification", default="block", choices=("block", "position"))
+    audit.add_argument("--dtype", default=None, choices=("float32", "bfloat16"))
+    audit.add_argument("--seed", type=int, default=0, help="of everything drawn")
+    audit.add_argument("--thorough", action="store_true", help="more of everything, minutes")
+    audit.add_argument("--out", type=Path, default=Path("audits"), help="certificates go here")
+    audit.epilog = (
+        "Exit codes: 0 exact, 1 not exact, 2 void (a planted fault was not caught) or not run."
+    )
 
 
 def _command(
@@ -165,6 +203,17 @@ def _report(arguments: argparse.Namespace) -> int:
     page = write_report(arguments.run)
     print(json.dumps({"report": str(page)}) if arguments.json else page)
     return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from recipes.audit import audit_command
+
+    try:
+        return audit_command(arguments)
+    except BAD_USE:
+        raise
+    except RolloutError as error:  # 1 would say that the engine was found wrong
+        return _fail(arguments, error, 2)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

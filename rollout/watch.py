@@ -4,12 +4,12 @@
   with foreseeable variance V and steps of at most b exceeds s with probability at most
   2 exp(-s^2 / 2(V + b s / 3)) (Freedman, Ann. Probab. 3, 1975). Sees drafts that were not drawn from
   the law handed over, and acceptance by another rule. Point masses: every round; sampled drafts,
-  for which it costs rows of the vocabulary: every FORETELL_EVERY-th start position.
+  for which it costs rows of the vocabulary: at one start position of FORETELL_EVERY.
 - *Randomised probability integral transform* of emitted tokens (Smith, J. Forecasting 4, 1985): with F
   the cumulative law of the position and v a uniform of its own, F(y - 1) + v p(y) is uniform and
-  independent of the past if y was drawn from p. Sees any other law of the emitted tokens. Every
-  PIT_EVERY-th position of a row, by position alone: choosing tokens by what became of them
-  ("the corrections") would have another law.
+  independent of the past if y was drawn from p. Sees any other law of the emitted tokens. At one
+  position of PIT_EVERY, by position alone: choosing tokens by what became of them ("the
+  corrections") would have another law.
 
 Both are counts that add up over rows, actors and steps. They judge what is emitted against the law
 that the verifying forward computed; a forward that computes a wrong law is beyond them and is what
@@ -29,13 +29,26 @@ PIT_EVERY = 8
 PIT_BINS = 16
 ALARM_LEVEL = 1e-6
 """Chance that a correct engine raises the alarm at one look."""
+GOLDEN = 0x9E3779B9
+"""2^32 over the golden ratio."""
 SMALLEST_BIN = 5.0
 """Expected count of a bin below which the chi-square approximation is not used."""
 
 
 def foretells(start: int) -> bool:
     """Whether the round that begins at sequence position `start` is foretold."""
-    return start % FORETELL_EVERY == 0
+    return _one_in(FORETELL_EVERY, start)
+
+
+def looks_at(position: int) -> bool:
+    """Whether the token emitted at a sequence position is transformed."""
+    return _one_in(PIT_EVERY, position)
+
+
+def _one_in(every: int, position: int) -> bool:
+    """Multiples of the golden ratio near an integer. No period of rounds keeps step with them, as it
+    would with every eighth position: rounds of four tokens would show their bonus and nothing else."""
+    return (position * GOLDEN + 2**31 // every) % 2**32 < 2**32 // every
 
 
 def pit_bin(laws: TargetLaws, index: int, token: int, draws: Draws, position: int) -> int:

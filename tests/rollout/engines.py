@@ -218,7 +218,7 @@ def filtered(edited: Sequence[float], sampling: SamplingParams) -> dict[int, flo
     mass = 0.0
     kept: list[int] = []
     for token in ranked:
-        if mass < sampling.top_p * total or not kept:
+        if sampling.top_p == 1 or mass < sampling.top_p * total or not kept:
             kept.append(token)
             mass += weights[token]
     kept = [t for t in kept if weights[t] >= sampling.min_p * weights[kept[0]] and weights[t] > 0]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.row import Row
 from rollout.sampling import SamplingParams
+from rollout.streams import SeededDraws
 from rollout.table_policy import Table, TablePolicy, random_table
+from rollout.verify import Rule
 from tests.rollout.engines import (
     ScriptedProposer,
     drawing_proposer,
@@ -506,16 +509,37 @@ def check_conservation(sample: RolloutSample) -> None:
     assert (sample.finish_reason == "stop") == bool(stops)
 
 
-def test_expected_acceptance_equals_observed_acceptance() -> None:
-    """Sum of acceptance probabilities against accepted tokens: their difference is a martingale
-    with steps of at most 1/2 standard deviation; beyond 5 of them once in 2e6."""
-    requests = [request(f"r{i}", sampling=SamplingParams(max_new_tokens=30)) for i in range(40)]
-    engine = table_engine(TABLE, V, proposer=drawing_proposer("mixed", DRAFT), draft_len=3)
+def deviations(kind: str, rule: Rule, **how: Any) -> float:
+    """Observed less expected accepted tokens of the rounds that were foretold, in standard
+    deviations as foretold (their upper bound), over 120 rows of 60 tokens."""
+    requests = [request(f"r{i}", sampling=SamplingParams(max_new_tokens=60)) for i in range(120)]
+    engine = table_engine(TABLE, V, proposer=drawing_proposer(kind, DRAFT), draft_len=3, num_slots=64,
+                          verification=rule, **how)  # fmt: skip
     run(engine, requests)
     counters = engine.counters()
-    noise = 0.5 * math.sqrt(counters.num_reached)
-    assert abs(counters.accepted - counters.expected_accepted) < 5 * noise
-    assert counters.num_reached > 800
+    assert counters.foretold_reached > 400
+    assert kind != "point" or counters.foretold_accepted == counters.accepted
+    difference = counters.foretold_accepted - counters.expected_accepted
+    return difference / math.sqrt(counters.expected_variance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"), [("point", "block"), ("mixed", "block"), ("mixed", "position")]
+)
+def test_expected_acceptance_equals_observed_acceptance(kind: str, rule: Rule) -> None:
+    """A sum of many martingale differences: beyond 5 deviations once in 2e6 seeds."""
+    assert abs(deviations(kind, rule)) < 5
+
+
+@pytest.mark.parametrize("rule", ["block", "position"])
+def test_accepting_everything_is_not_what_was_expected(rule: Rule) -> None:
+    """Negative control."""
+
+    class Welcoming(SeededDraws):
+        def coin(self, accept_prob: float, start: int, position: int) -> bool:
+            return True
+
+    assert deviations("dense", rule, draws_for=lambda r: Welcoming(0, r.prompt_id, 0)) > 10
 
 
 class RecordingPolicy(TablePolicy):

@@ -1,15 +1,18 @@
 """The target law: order and edges of the transformations, exact cells, recorded log-probabilities."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from rollout.conditions import Condition
+import rollout.law
+from rollout.conditions import Condition, Conditions
 from rollout.errors import InvalidLogits
 from rollout.law import BLOCK, TargetLaws, pick_from
 from rollout.sampling import SamplingParams
+from tests.rollout.engines import edited_logits, filtered
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
 LARGEST_UNIFORM = 1 - 2.0**-53
@@ -20,6 +23,16 @@ def law(
 ) -> TargetLaws:
     """One position."""
     return TargetLaws(logits[None], [Condition(sampling or SamplingParams(), banned)])
+
+
+def law_after(
+    logits: torch.Tensor, sampling: SamplingParams, prompt: Sequence[int], generated: Sequence[int]
+) -> TargetLaws:
+    """One position behind a prompt and some output."""
+    conditions = Conditions(sampling, prompt)
+    for token in generated:
+        conditions.push(token)
+    return TargetLaws(logits[None], conditions.along(()))
 
 
 def random_logits(size: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -81,6 +94,55 @@ def test_a_nucleus_wider_than_the_guess_is_found() -> None:
 def test_greedy_takes_the_first_of_tied_maxima() -> None:
     # case 108
     assert_law(law(torch.tensor([1.0, 1.0, 0.0]), SamplingParams(temperature=0)), [1, 0, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "larger"), [(torch.float32, 1e-9), (torch.float64, 1e-17), (torch.float32, 1e-40)]
+)
+@pytest.mark.parametrize("sampling", [{}, {"bad_words": ((2,),)}, {"logit_bias": ((2, -1.0),)}])
+def test_greedy_compares_logits_and_not_what_exp_rounds_them_to(
+    dtype: torch.dtype, larger: float, sampling: dict[str, tuple]
+) -> None:
+    # exp(-1e-9) is 1 in float32, and the first of tied weights would be token 0
+    greedy = SamplingParams(temperature=0, **sampling)  # type: ignore[arg-type]
+    assert_law(
+        law_after(torch.tensor([0.0, larger, -1.0], dtype=dtype), greedy, (), ()), [0, 1, 0], 0
+    )
+
+
+def full_sort(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Tokens [V] of the nucleus by sorting everything: all down to the one that completes top_p."""
+    ranked = weights.sort(descending=True).values.double()
+    complete = ranked.cumsum(-1) >= top_p * weights.sum(dtype=torch.float64)
+    last = int(complete.nonzero()[0]) if complete.any() else len(ranked) - 1
+    return weights >= ranked[last]
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-9, 0.01, 0.25, 0.5, 0.9, 0.999, 1 - 1e-9])
+@pytest.mark.parametrize("size", [1, 7, 300, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_nucleus_is_that_of_a_full_sort(top_p: float, size: int, dtype: torch.dtype) -> None:
+    """Flat, peaked, with ties everywhere and all tied; the nucleus is never empty."""
+    rough = random_logits(size, seed=size, dtype=dtype)
+    rows = (rough, 5 * rough, 0.01 * rough, rough.round(), torch.zeros(size, dtype=dtype))
+    for logits in rows:
+        kept = law(logits, SamplingParams(top_p=top_p)).probs(0) > 0
+        weights = (logits - logits.max()).exp()
+        assert torch.equal(kept, full_sort(weights, top_p) & (weights > 0)) and kept.any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_nucleus_that_stops_one_token_early_is_seen(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: strictly more than the threshold is kept."""
+    really = rollout.law._nucleus_threshold
+    monkeypatch.setattr(
+        rollout.law, "_nucleus_threshold", lambda w, p: math.nextafter(really(w, p), 2.0)
+    )
+    logits = random_logits(300, seed)
+    kept = law(logits, SamplingParams(top_p=0.9)).probs(0) > 0
+    assert not torch.equal(kept, full_sort((logits - logits.max()).exp(), 0.9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -237,6 +299,50 @@ def test_sampled_logprob_is_the_full_one_less_the_log_of_the_kept_mass(
     assert full == pytest.approx(reference.tolist(), abs=1e-9)
     assert sampled == pytest.approx([f - math.log(k) for f, k in zip(full, kept)], abs=1e-9)
     assert sampled == pytest.approx([math.log(laws.prob(0, t)) for t in tokens], abs=1e-9)
+
+
+EDITS = {
+    "ban": {"bad_words": ((7,), (40, 9))},
+    "ban of the largest by bias": {"logit_bias": ((123, -math.inf),)},
+    "bias": {"logit_bias": ((3, 2.0), (123, -4.0))},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "rewards": {"repetition_penalty": 0.7, "frequency_penalty": -0.4, "presence_penalty": -0.2},
+    "all": {"bad_words": ((7,),), "logit_bias": ((3, 2.0),), "presence_penalty": 1.5},
+}
+FILTERS: tuple[dict[str, float], ...] = (
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)])
+def test_records_of_an_edited_law_are_those_of_the_reference(
+    edit: str, filters: dict[str, float], dtype: torch.dtype, tolerance: float
+) -> None:
+    """Against float64 arithmetic of one token at a time, over three blocks and a bit."""
+    sampling = SamplingParams(**EDITS[edit], **filters)  # type: ignore[arg-type]
+    logits, prompt, generated = random_logits(3 * BLOCK + 5, 17, dtype), (3, 50, 123), (8, 40, 8)
+    logits[123] = 12.0
+    expected = filtered(edited_logits(logits.tolist(), prompt, generated, sampling), sampling)
+    laws = law_after(logits, sampling, prompt, generated)
+    ids = list(expected)
+    full = (logits.double() / sampling.temperature).log_softmax(-1)[ids]
+    got_sampled, got_full, got_kept = laws.logprobs([0] * len(ids), ids)
+    assert set(laws.probs(0).nonzero()[:, 0].tolist()) == set(ids)
+    assert got_sampled == pytest.approx([math.log(p) for p in expected.values()], abs=tolerance)
+    assert got_full == pytest.approx(full.tolist(), abs=tolerance)
+    assert got_kept == pytest.approx([float(full.exp().sum())] * len(ids), abs=tolerance)
+
+
+def test_a_bias_changes_the_odds_and_not_the_kept_mass() -> None:
+    # (.5, .3, .15, .05) with 1 doubled: (.5, .6, .15, .05)/1.3; nothing is left out
+    laws = law(P.double(), SamplingParams(logit_bias=((1, math.log(2)),)))
+    (sampled,), (full,), (kept,) = laws.logprobs([0], [1])
+    assert (math.exp(sampled), math.exp(full)) == (pytest.approx(6 / 13), pytest.approx(0.3))
+    assert kept == pytest.approx(1.0)
 
 
 def test_positions_of_one_call_keep_their_own_sampling_and_bans() -> None:
