@@ -7,8 +7,8 @@ that hangs, raises at start or raises at every row costs one warning and nothing
 
 Clocks. Learner and rollouts advance independently, and wandb's built-in step throws away whatever
 arrives behind it. No row carries an explicit `step`; each metric is bound by `define_metric` to
-the axis it is measured on: `rollout/version` for `rollout/*`, `spec/*`, `exact/*`, `quant/*` and `sync/*`,
-`learner/step` for the rest.
+the axis it is measured on: `rollout/version` for `rollout/*`, `spec/*`, `exact/*`, `quant/*` and
+`sync/*`, `learner/step` for the rest.
 
 Values. `None` means the metric does not exist in this row and is left out of both ways. NaN and
 infinities are counted in the row's `sink/nan_count`, written as null in the mirror (which stays

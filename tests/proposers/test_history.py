@@ -7,17 +7,26 @@ import pytest
 import torch
 
 from proposers.history import HistoryProposer
+from rollout.draft import NO_DRAFT, Draft, SparseLaw, check_draft
+from rollout.enumerate import EnumeratedDraws, enumerate_outcomes
 from rollout.row import Row
 from rollout.sampling import SamplingParams
-from rollout.streams import SeededDraws
+from rollout.streams import Draws, SeededDraws
 from rollout.table_policy import random_table
 from tests.rollout.engines import request, run, table_engine
 
 PROMPT = (1, 2, 3)
 
 
-def row(generated: Sequence[int] = (), prompt: Sequence[int] = PROMPT, name: str = "r") -> Row:
-    made = Row(request(name, prompt, prompt_id="same"), SeededDraws(0, "p", 0), context_len=4096)
+def row(
+    generated: Sequence[int] = (),
+    prompt: Sequence[int] = PROMPT,
+    name: str = "r",
+    draws: Draws | None = None,
+) -> Row:
+    made = Row(
+        request(name, prompt, prompt_id="same"), draws or SeededDraws(0, "p", 0), context_len=4096
+    )
     made.token_ids += generated
     return made
 
@@ -120,6 +129,136 @@ def test_proposing_and_observing_never_write_to_a_row() -> None:
     assert draft(proposer, one) == (11, 10)
     proposer.finish(one)
     assert one.token_ids == before and one.counters.drafted == 0
+
+
+# ---- drawn from counts --------------------------------------------------------------------
+
+FORKED = ([10, 40, 41], [20, 60], [10, 30, 31])
+"""Behind the prompt 10 twice and 20; behind 10 30 (the more recent) and 40."""
+
+
+def told(draw: str = "mode", tails: Sequence[Sequence[int]] = FORKED) -> HistoryProposer:
+    proposer = HistoryProposer(draw=draw)  # type: ignore[arg-type]
+    for tail in tails:
+        finished(proposer, row(tail))
+    return proposer
+
+
+def laws(made: Draft) -> list[dict[int, float]]:
+    """Probabilities by id of every law."""
+    sparse = [law for law in made.laws if isinstance(law, SparseLaw)]
+    assert len(sparse) == len(made), "every token is sampled, also from a single candidate"
+    return [dict(zip(law.ids.tolist(), law.probs.tolist())) for law in sparse]
+
+
+def test_the_law_of_a_draft_is_the_frequencies_behind_what_was_drawn() -> None:
+    third, half = pytest.approx(1 / 3), pytest.approx(0.5)
+    expected = {
+        (20, 60): [{10: pytest.approx(2 / 3), 20: third}, {60: 1.0}],
+        (10, 30, 31): [{10: pytest.approx(2 / 3), 20: third}, {30: half, 40: half}, {31: 1.0}],
+        (10, 40, 41): [{10: pytest.approx(2 / 3), 20: third}, {30: half, 40: half}, {41: 1.0}],
+    }
+    proposer, seen = told("counts"), set()
+    for seed in range(30):
+        made = proposer.propose([row(draws=SeededDraws(seed, "p", 0))], [8])[0]
+        assert laws(made) == expected[made.token_ids]
+        check_draft(made, 100)
+        seen.add(made.token_ids)
+    assert seen == expected.keys()
+
+
+def test_counts_are_drawn_with_their_frequencies() -> None:
+    # 2/3 of 10, half of that each way; 1/3 of 20
+    proposer = told("counts")
+
+    def drawn(draws: EnumeratedDraws) -> tuple[int, ...]:
+        return proposer.propose([row(draws=draws)], [8])[0].token_ids
+
+    law = enumerate_outcomes(drawn)
+    assert law == pytest.approx({(10, 30, 31): 1 / 3, (10, 40, 41): 1 / 3, (20, 60): 1 / 3})
+
+
+def test_counts_are_drawn_anew_by_every_row_and_again_by_the_same() -> None:
+    proposer = told("counts", [[n] for n in range(10, 60)])
+    seeds = [0, 1, 2, 3, 0]
+    drawn = [
+        proposer.propose([row(draws=SeededDraws(0, "p", seed))], [1])[0].token_ids
+        for seed in seeds
+    ]  # fmt: skip
+    assert drawn[0] == drawn[4] and len(set(drawn)) == 4
+
+
+def test_a_law_stays_as_it_was_when_more_is_observed() -> None:
+    proposer = told("counts")
+    made = proposer.propose([row()], [1])[0]
+    before = laws(made)
+    finished(proposer, row([20, 60]))
+    finished(proposer, row([20, 60]))
+    assert laws(made) == before
+    assert laws(proposer.propose([row()], [1])[0]) == [{20: 0.6, 10: 0.4}]
+
+
+@pytest.mark.parametrize(("max_len", "length"), [(0, 0), (1, 1), (2, 2), (9, 2)])
+def test_drawn_drafts_keep_to_the_length_asked_for(max_len: int, length: int) -> None:
+    proposer = told("counts", [[10, 11]])
+    assert len(proposer.propose([row()], [max_len])[0]) == length
+    assert proposer.propose([row([77])], [4]) == [NO_DRAFT]
+
+
+# ---- trees --------------------------------------------------------------------------------
+
+
+def tree(proposer: HistoryProposer, of: Row, nodes: int = 99, depth: int = 99) -> Draft:
+    return proposer.propose_trees([of], [nodes], [depth])[0]
+
+
+def paths(made: Draft) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(made.token_ids, made.parents or ()):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def test_every_continuation_is_a_branch_and_the_most_frequent_paths_come_first() -> None:
+    # chances, one vote more for what was never seen: 10 2/4, 20 1/4; 10 30 and 10 40 1/2 * 1/3,
+    # 20 60 1/4 * 1/2; 10 30 31 and 10 40 41 1/6 * 1/2
+    made = tree(told(), row())
+    assert paths(made) == [
+        (10,), (20,), (10, 30), (10, 40), (20, 60), (10, 30, 31), (10, 40, 41),
+    ]  # fmt: skip
+    assert made.deterministic
+    check_draft(made, 100)
+
+
+@pytest.mark.parametrize("draw", ["mode", "counts"])
+def test_a_tree_holds_what_a_chain_would_draft(draw: str) -> None:
+    proposer = told(draw)
+    made = set(paths(tree(proposer, row())))
+    for seed in range(10):
+        chain = proposer.propose([row(draws=SeededDraws(seed, "p", 0))], [8])[0].token_ids
+        assert chain in made
+
+
+@pytest.mark.parametrize(("nodes", "depth", "num"), [(0, 9, 0), (3, 9, 3), (99, 1, 2), (99, 2, 5)])
+def test_trees_keep_to_the_nodes_and_levels_asked_for(nodes: int, depth: int, num: int) -> None:
+    made = tree(told(), row(), nodes, depth)
+    assert len(made) == num and all(len(path) <= depth for path in paths(made))
+    assert made == NO_DRAFT or made.parents is not None
+
+
+def test_nothing_known_is_no_tree() -> None:
+    assert tree(HistoryProposer(), row()) == NO_DRAFT
+    assert tree(told(), row(prompt=(9, 9, 9))) == NO_DRAFT
+    assert tree(told(), row([77])) == NO_DRAFT
+
+
+def test_trees_are_made_for_every_row_and_none_is_written_to() -> None:
+    # case 56
+    proposer, rows = told(), [row(), row([10]), row([77]), row([20])]
+    before = [list(one.token_ids) for one in rows]
+    made = proposer.propose_trees(rows, [4, 4, 4, 0], [4, 1, 4, 4])
+    assert [len(one) for one in made] == [4, 2, 0, 0]
+    assert [one.token_ids for one in rows] == before
 
 
 # ---- memory -------------------------------------------------------------------------------

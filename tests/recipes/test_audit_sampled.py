@@ -245,7 +245,7 @@ def test_the_prompts_of_the_module_differ_in_length_and_the_first_repeats_itself
 ) -> None:
     first, *others = default_prompts(str(tiny_llama))
     assert len(others) == 7 and len({len(prompt) for prompt in (first, *others)}) > 4
-    assert first[-2:] in zip(first[:-2], first[1:-2])  # what every proposer can draft from
+    assert first[-2:] in itertools.pairwise(first[:-1])  # what every proposer can draft from
 
 
 # ---- right engines --------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class SkewsDraws(NativeEngine):
     def _skewed(request: RolloutRequest) -> Draws:
         class Skewed(SeededDraws):
             def target(self, laws: TargetLaws, index: int, position: int) -> int:
-                return laws.pick(index, self.uniform(b"target", 0, position) ** 1.6)
+                return laws.pick(index, self.uniform(b"target", 0, position) ** 4)
 
         return Skewed(request.run_seed, request.prompt_id, request.sample_index)
 
@@ -503,7 +503,7 @@ def test_corrections_from_the_target_instead_of_the_residual_fail_the_counts_onl
 def test_skewed_draws_fail_both_transforms_and_nothing_that_is_recomputed(
     tiny_llama: Path, reference: Reference
 ) -> None:
-    budget = Budget(short_samples=300, group_size=6, new_tokens=24, again=1)
+    budget = Budget(short_samples=0, group_size=12, new_tokens=24, again=1)
     spec, sampling = spec_of(tiny_llama, "ngram"), SamplingParams()
     audit = audited(spec, sampling, reference, SkewsDraws, budget)
     assert {"transform by id", "engine's own transform"} <= set(audit.failed)
@@ -557,17 +557,17 @@ def test_a_greedy_engine_that_takes_the_second_best_is_seen(
 
 # ---- on a real model ------------------------------------------------------------------------------
 
-REAL_BUDGET = Budget(short_samples=64, group_size=3, new_tokens=6, again=1)
+REAL_BUDGET = Budget(short_samples=48, group_size=3, new_tokens=5, again=1)
 
 
 @pytest.mark.parametrize("engine", [NativeEngine, AcceptsAlways])
 def test_on_smollm2_the_right_engine_passes_and_always_accepting_fails(
     engine: type[NativeEngine], smollm2: Path, smollm2_reference: Reference
 ) -> None:
-    spec = spec_of(smollm2, "ngram", num_slots=32)
+    spec = spec_of(smollm2, "ngram", num_slots=32, draft_len=2)
     prompts = default_prompts(str(smollm2))[:2]
     sampling = SamplingParams(temperature=0.7, top_p=0.9, eos_token_ids=(2,))
     audit = audited(spec, sampling, smollm2_reference, engine, REAL_BUDGET, prompts=prompts)
     wrong = {"possible tokens", "first token", "acceptance", "logprobs"}
     assert audit.failed == [] if engine is NativeEngine else wrong <= set(audit.failed)
-    assert audit.num_drafted > 100
+    assert audit.num_drafted > 60

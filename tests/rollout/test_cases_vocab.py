@@ -507,8 +507,9 @@ def test_ids_that_text_would_merge_come_back_as_they_were_sampled() -> None:
 
 # ---- text -------------------------------------------------------------------------------------------
 
-BYTES = (b"?", b"a", b"\xf0\x9f", b"\x99\x82", b"b", b"\xc3", b"\xa9!", b"\xe6\xbc")
-"""Ids 2 and 3 are a 4-byte emoji; 6 ends one character and holds the next."""
+BYTES = (b"?", b"a", b"\xf0\x9f", b"\x99\x82", b"b", b"\xc3", b"\xa9!", b"\x99\x82\xc3")
+"""Ids 2 and 3 are a 4-byte emoji; 6 ends one character and holds the next; 7 ends the emoji and
+begins a character."""
 
 
 def utf8(ids: Sequence[int]) -> str:
@@ -561,6 +562,18 @@ def test_a_character_split_over_tokens_and_rounds_reads_as_in_the_whole_text(
     # case 94: rounds end before, between and behind the halves; None: never seen
     sample = generate(stop, kind, draft_len, verification)
     assert sample.token_ids == EMOJI[: num or len(EMOJI)]
+    assert sample.finish_reason == ("stop" if num else "length")
+
+
+@pytest.mark.parametrize("draft_len", [0, 1, 2])
+@pytest.mark.parametrize("stop,num", [("🙂", 2), ("🙂é", 3), ("é", 3), ("\ufffd", None)])
+def test_a_character_is_read_with_the_token_that_ends_it_though_that_begins_another(
+    stop: str, num: int | None, draft_len: int
+) -> None:
+    # case 94
+    script = (2, 7, 6, 4)  # 🙂 é! b
+    sample = generate(stop, "point", draft_len, "block", script)
+    assert sample.token_ids == script[: num or len(script)]
     assert sample.finish_reason == ("stop" if num else "length")
 
 

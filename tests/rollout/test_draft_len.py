@@ -1,13 +1,23 @@
 """The draft length that pays, from measured costs and measured acceptance."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from proposers.history import HistoryProposer
+from proposers.none import NoProposer
+from rollout.draft import Draft
 from rollout.draft_len import AdaptiveDraftLen, FixedDraftLen, LinearCost, RoundCost
+from rollout.native_engine import NativeEngine
+from rollout.proposer import Proposer
 from rollout.row import Row
+from rollout.sampling import SamplingParams
 from rollout.streams import SeededDraws
-from tests.rollout.engines import request
+from rollout.table_policy import TablePolicy, random_table
+from tests.rollout.engines import request, run
+from tests.rollout.proposers_under_test import Watched
 
 
 def rows(num: int) -> list[Row]:
@@ -206,3 +216,148 @@ def test_a_good_start_is_followed_further_than_it_was_tried() -> None:
     for tokens in (4, 12, 4, 12):
         chooser.observe(RoundCost(1.0, 4, 2, tokens, True, (2,) * 4, (2,) * 4))
     assert chooser.best_len(4) > 2
+
+
+# ---- trees --------------------------------------------------------------------------------
+
+
+def tree_round(chooser: AdaptiveDraftLen, num_rows: int, nodes: int, accepted: int) -> None:
+    """A round of trees, whose time says nothing about costs."""
+    num_tokens = num_rows * (1 + nodes)
+    drafted, taken = (nodes,) * num_rows, (accepted,) * num_rows
+    chooser.observe(
+        RoundCost(1.0, num_rows, nodes, num_tokens, False, drafted, taken, branched=True)
+    )
+
+
+def branches(chooser: AdaptiveDraftLen, num_rows: int = 1) -> bool:
+    """The choice of one round."""
+    lengths = chooser.choose(rows(num_rows))
+    assert len(set(lengths)) == 1
+    return chooser.branching
+
+
+def known(rate: float = 0.5, fixed: float = 1.0, per_token: float = 0.1) -> AdaptiveDraftLen:
+    """Chains of up to 4, trees of 8, both with a known cost."""
+    chooser = AdaptiveDraftLen(4, decay=0.999, tree_nodes=8, tree_every=5)
+    learn_cost(chooser, fixed, per_token)
+    learn_acceptance(chooser, [rate] * 4)
+    return chooser
+
+
+def test_a_tree_is_tried_first_and_then_now_and_then() -> None:
+    # nothing accepted: 1 token for 1.9 s against a chain's 1.5 for 1.2
+    chooser, tried = known(), []
+    for _ in range(13):
+        tried.append(branches(chooser))
+        if tried[-1]:
+            tree_round(chooser, 1, 8, accepted=0)
+    assert tried == [True, *[False] * 5, True, *[False] * 5, True]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "num_trees"),
+    # fixed 1, .1 a token, a = .5: chains 1.5/1.2 = 1.25, 1.75/1.3 = 1.35, 1.875/1.4 = 1.34,
+    # 1.94/1.5 = 1.29; a tree of 8: (1 + accepted)/1.9, 1.05 for one and 1.58 for two
+    [(1, 2), (2, 12)],
+)
+def test_trees_are_used_while_they_yield_more_tokens_a_second(
+    accepted: int, num_trees: int
+) -> None:
+    chooser = known()
+    for _ in range(30):
+        tree_round(chooser, 1, 8, accepted)
+    lengths = [chooser.choose(rows(1))[0] for _ in range(12)]
+    assert (lengths.count(8), lengths.count(2)) == (num_trees, 12 - num_trees)
+
+
+@pytest.mark.parametrize(("num_rows", "pays"), [(1, True), (16, False)])
+def test_the_same_trees_pay_for_stragglers_and_not_for_a_full_batch(
+    num_rows: int, pays: bool
+) -> None:
+    # 16 rows: a tree 3/(1 + .1 * 16 * 9) = .19, plain decoding 1/2.6 = .38
+    chooser = known()
+    for _ in range(30):
+        tree_round(chooser, 1, 8, accepted=2)
+    branches(chooser)  # the first is a trial
+    assert [branches(chooser, num_rows) for _ in range(4)] == [pays] * 4
+
+
+def test_trees_that_turn_bad_are_dropped_and_tried_again() -> None:
+    chooser = AdaptiveDraftLen(4, decay=0.9, tree_nodes=8, tree_every=5)
+    learn_cost(chooser, 1.0, 0.1)
+    learn_acceptance(chooser, [0.5] * 4)
+    for accepted, pays in ((4, True), (0, False), (4, True)):
+        for _ in range(150):
+            if branches(chooser):
+                tree_round(chooser, 1, 8, accepted)
+        assert sum(branches(chooser) for _ in range(5)) >= 4 * pays
+        assert pays or sum(branches(chooser) for _ in range(12)) <= 2
+
+
+def test_trees_teach_chains_nothing() -> None:
+    """Accepted paths say nothing about the conditional rates of a chain."""
+    chooser = known()
+    before = [chooser._chain_rate(length, 1) for length in range(5)]
+    for _ in range(50):
+        tree_round(chooser, 1, 8, accepted=4)
+    assert [chooser._chain_rate(length, 1) for length in range(5)] == before
+
+
+def test_nothing_branches_before_a_cost_is_known_or_where_drafts_do_not_pay() -> None:
+    unknown = AdaptiveDraftLen(4, tree_nodes=8)
+    assert not branches(unknown)
+    costly = hopeless()
+    costly._trees.nodes = 8
+    assert not any(branches(costly) for _ in range(4))
+
+
+def test_without_nodes_nothing_branches() -> None:
+    chooser = AdaptiveDraftLen(4)
+    learn_cost(chooser, 1.0, 0.01)
+    learn_acceptance(chooser, [0.9] * 4)
+    assert not any(branches(chooser) for _ in range(60))
+    assert not FixedDraftLen(3).branching and FixedDraftLen(3, branching=True).branching
+
+
+TABLE = random_table(3, depth=2, seed=1)
+
+
+class Clockless(AdaptiveDraftLen):
+    """Costs of 1 a round and .01 a token, whatever the machine does."""
+
+    def observe(self, round_: RoundCost) -> None:
+        super().observe(replace(round_, seconds=1 + 0.01 * round_.scored_tokens))
+
+
+def generated(proposer: Proposer, temperature: float = 1.0) -> dict[str, tuple[int, ...]]:
+    """Rows of one prompt under chains of up to 3 and trees of 9, of which one round in 3 tries one."""
+    chooser = Clockless(3, tree_nodes=9, tree_every=2)
+    engine = NativeEngine(TablePolicy(TABLE, vocab_size=3), proposer, chooser)
+    engine.load(TABLE, version=0, digest="table")
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=40)
+    requests = [request(f"r{i}", (0, 1), sampling, prompt_id="p", sample_index=i) for i in range(6)]
+    return {name: sample.token_ids for name, sample in run(engine, requests).items()}
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_an_engine_that_chooses_between_chains_and_trees_emits_the_plain_tokens(
+    temperature: float,
+) -> None:
+    proposer = Watched(HistoryProposer())
+    assert generated(proposer, temperature) == generated(NoProposer(), temperature)
+    drafts = [draft for drafts in proposer.drafts for draft in drafts if len(draft)]
+    assert {draft.parents is None for draft in drafts} == {True, False}
+    assert max(len(draft) for draft in drafts if draft.parents is None) <= 3
+
+
+def test_a_proposer_that_cannot_branch_is_never_asked_for_a_chain_as_long_as_a_tree() -> None:
+    asked: list[int] = []
+
+    class Asked(NoProposer):
+        def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
+            asked.extend(max_lens)
+            return [Draft.of_points([1] * length) for length in max_lens]
+
+    generated(Asked())
+    assert asked and max(asked) <= 3
