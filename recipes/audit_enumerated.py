@@ -114,10 +114,12 @@ LAWS: dict[str, SamplingParams] = {
     "cold": SamplingParams(temperature=0.5),
     "hot": SamplingParams(temperature=2.0),
     "greedy": SamplingParams(temperature=0.0),
+    "top-1": SamplingParams(top_k=1),  # with its ties
     "top-k": SamplingParams(top_k=2),
     "top-p": SamplingParams(top_p=0.8),
     "min-p": SamplingParams(min_p=0.3),
-    "all filters": SamplingParams(temperature=1.3, top_k=2, top_p=0.9, min_p=0.1),
+    "top-p then min-p": SamplingParams(top_p=0.7, min_p=0.2),  # the other order keeps fewer
+    "all filters": SamplingParams(temperature=1.3, top_k=2, top_p=0.75, min_p=0.1),
     "logit bias": SamplingParams(logit_bias=((0, 1.5), (2, -0.7))),
     "ban": SamplingParams(logit_bias=((1, -math.inf),)),
     "bad words": SamplingParams(bad_words=((0, 1), (2, 2))),
@@ -133,6 +135,7 @@ LAWS: dict[str, SamplingParams] = {
     "grammar": SamplingParams(grammar=Grammar.named("strings"), stop_token_ids=(2,)),
     "min_tokens": SamplingParams(min_tokens=2, stop_token_ids=(2,)),
     "stop": SamplingParams(stop_token_ids=(2,)),
+    "eos": SamplingParams(stop_token_ids=(2,), eos_token_ids=(1,)),
     "ignore_eos": SamplingParams(stop_token_ids=(2,), eos_token_ids=(1,), ignore_eos=True),
     "everything": SamplingParams(
         temperature=1.2, top_k=2, top_p=0.95, min_p=0.05, repetition_penalty=1.2,
@@ -440,7 +443,7 @@ def plain_law(prompt: Ids, sampling: SamplingParams) -> dict[RowOutcome, Exact]:
     law: dict[RowOutcome, Exact] = {}
 
     def extend(done: Ids, before: Exact) -> None:
-        stopped = done and done[-1] in sampling.stop_ids and len(done) > sampling.min_tokens
+        stopped = done and done[-1] in ends(sampling) and len(done) > sampling.min_tokens
         if stopped or len(done) == sampling.max_new_tokens:
             law[done, "stop" if stopped else "length"] = before
             return
@@ -462,7 +465,7 @@ def next_probs(prompt: Ids, done: Ids, sampling: SamplingParams) -> tuple[list[f
     for token in range(V):
         phrases = [p[:-1] for p in sampling.bad_words if p[-1] == token]
         banned = any(done[len(done) - len(p) :] == p for p in phrases if len(p) <= len(done))
-        banned |= len(done) < sampling.min_tokens and token in sampling.stop_ids
+        banned |= len(done) < sampling.min_tokens and token in ends(sampling)
         banned |= sampling.grammar is not None and token not in allowed_next(done)
         edited[token] += -math.inf if banned else dict(sampling.logit_bias).get(token, 0.0)
         if token in (*prompt, *done):
@@ -470,7 +473,7 @@ def next_probs(prompt: Ids, done: Ids, sampling: SamplingParams) -> tuple[list[f
             edited[token] = edited[token] / r if edited[token] > 0 else edited[token] * r
         edited[token] -= sampling.frequency_penalty * done.count(token)
         edited[token] -= sampling.presence_penalty * (token in done)
-    if sampling.greedy:
+    if sampling.temperature == 0:
         point = [float(token == edited.index(max(edited))) for token in range(V)]
         return point, point
     full = _softmax([logit / sampling.temperature for logit in logits])
@@ -483,6 +486,11 @@ def next_probs(prompt: Ids, done: Ids, sampling: SamplingParams) -> tuple[list[f
         probs = _keep(probs, next(p for p, mass in zip(ranked, masses) if mass >= sampling.top_p))
     probs = _keep(probs, sampling.min_p * max(probs))
     return probs, full
+
+
+def ends(sampling: SamplingParams) -> Ids:
+    """Ids that end a row."""
+    return sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
 
 
 def _softmax(logits: list[float]) -> list[float]:

@@ -109,18 +109,30 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
     for token, law in zip(draft.token_ids, draft.laws, strict=True):
         if not 0 <= token < vocab_size:
             raise InvalidDraft(f"draft token {token}: expected an id in [0, {vocab_size})")
-        if isinstance(law, PointMass):
-            continue
-        total = float(law.probs.sum(dtype=torch.float64))
-        if not abs(total - 1.0) < LAW_TOLERANCE or float(law.probs.min()) < 0:
-            raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
-        if isinstance(law, DenseLaw) and law.probs.shape[0] != vocab_size:
-            raise InvalidDraft(f"dense law over {law.probs.shape[0]} ids: expected {vocab_size}")
-        if isinstance(law, SparseLaw):
-            if bool(((law.ids < 0) | (law.ids >= vocab_size)).any()):
-                raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
-            if len(law.ids.unique()) < len(law.ids):
-                raise InvalidDraft("sparse law names an id twice: expected distinct ids")
+        if not isinstance(law, PointMass):
+            _check_law(token, law, vocab_size)
+
+
+def _check_law(token: int, law: SparseLaw | DenseLaw, vocab_size: int) -> None:
+    if not isinstance(law, SparseLaw | DenseLaw):
+        raise InvalidDraft(f"draft token {token} with law {law!r}: expected one of rollout.draft")
+    if isinstance(law, DenseLaw) and law.probs.shape != (vocab_size,):
+        raise InvalidDraft(f"dense law over {tuple(law.probs.shape)}: expected {vocab_size} ids")
+    if isinstance(law, SparseLaw):
+        if law.probs.ndim != 1 or law.ids.shape != law.probs.shape:
+            raise InvalidDraft("sparse law of ids and probs of different shapes: expected [M] each")
+        if law.ids.dtype != torch.int64:
+            raise InvalidDraft(f"sparse law over ids of {law.ids.dtype}: expected int64")
+        if bool(((law.ids < 0) | (law.ids >= vocab_size)).any()):
+            raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
+        if len(law.ids.unique()) < len(law.ids):
+            raise InvalidDraft("sparse law names an id twice: expected distinct ids")
+    total = float(law.probs.sum(dtype=torch.float64))
+    if not abs(total - 1.0) < LAW_TOLERANCE or float(law.probs.min()) < 0:
+        raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
+    mass = law.probs[token] if isinstance(law, DenseLaw) else law.probs[law.ids == token].sum()
+    if not float(mass) > 0:
+        raise InvalidDraft(f"draft token {token} has no mass in its own law: not drawn from it")
 
 
 def _check_tree(draft: Draft, parents: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 """Stop strings over token ids, checked at every token, also inside accepted runs.
 
-Text is decoded incrementally: a token whose bytes do not yet complete a character adds nothing until
-they do, and no U+FFFD ever reaches the search. A match counts when it *ends* in the newest text, so
-one split over two rounds is found, and one that ended before `min_tokens` is never looked at again.
+Text is decoded incrementally: bytes that do not yet complete a character add nothing until they do,
+so no U+FFFD of an unfinished one reaches the search. A match counts when it *ends* in the newest text,
+so one split over two rounds is found, and one that ended before `min_tokens` is never looked at again.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ class StopText:
         self._stops, self._decode = stops, decode
         self._ids: list[int] = []
         self._prefix, self._read = 0, 0  # ids[prefix:read] is context already turned into text
+        self._given = 0  # characters of the text of ids[prefix:] that were searched
         self._tail = ""
         self._longest = max(map(len, stops))
 
@@ -36,9 +37,10 @@ class StopText:
 
     def _new_text(self, token: int) -> str:
         self._ids.append(token)
-        before = self._decode(self._ids[self._prefix : self._read])
         text = self._decode(self._ids[self._prefix :])
-        if text.endswith("\ufffd"):
-            return ""
-        self._prefix, self._read = self._read, len(self._ids)
-        return text[len(before) :]
+        whole = text.rstrip("\ufffd")
+        new, self._given = whole[self._given :], max(self._given, len(whole))
+        if whole == text:
+            self._prefix, self._read = self._read, len(self._ids)
+            self._given = len(self._decode(self._ids[self._prefix :]))
+        return new

@@ -204,12 +204,30 @@ def test_the_target_has_ties_at_the_top_and_below_it() -> None:
 def test_the_reference_knows_nothing_of_the_code_it_judges() -> None:
     source = "".join(
         inspect.getsource(one)
-        for one in (plain_law, next_probs, audit._softmax, audit._keep, audit.allowed_next)
+        for one in (
+            plain_law,
+            next_probs,
+            audit.ends,
+            audit._softmax,
+            audit._keep,
+            audit.allowed_next,
+        )
     )
     names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    ours = {"plain_law", "next_probs", "_softmax", "_keep", "Exact", "target_table", "allowed_next"}
+    ours = {
+        "plain_law",
+        "next_probs",
+        "_softmax",
+        "_keep",
+        "Exact",
+        "target_table",
+        "allowed_next",
+        "ends",
+    }
     ours |= {"SamplingParams", "RowOutcome", "Ids", "STRINGS", "V"}
     assert {name for name in names if hasattr(audit, name)} - ours == {"itertools", "math"}
+    properties = {name for name, kind in vars(SamplingParams).items() if isinstance(kind, property)}
+    assert properties and not any(f".{name}" in source for name in properties)
 
 
 def test_top_k_keeps_ties(monkeypatch: pytest.MonkeyPatch) -> None:
