@@ -6,7 +6,8 @@ token, those that disagree with what was drafted are dropped, and so on until th
 enough or nothing is left. How a vote becomes a draft is `draw`:
 
 - `mode`: the most frequent token, a point mass;
-- `counts`: a token drawn from the frequencies with the row's own fresh randomness, a sparse law.
+- `counts`: a token drawn from the frequencies with the row's own fresh randomness, a sparse law. The
+  emitted law is the target's, but which tokens a seed gives then depends on what was recorded.
 
 As a tree (`propose_trees`) every continuation is a branch, the most frequent paths first.
 

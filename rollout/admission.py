@@ -23,10 +23,12 @@ def check_request(request: RolloutRequest, limits: EngineLimits) -> None:
         raise InvalidRequest(
             f"request {request.id}: token id {wrong} is outside the vocabulary [0, {limits.vocab_size})"
         )
-    if not -(2**63) <= request.run_seed < 2**63:
-        raise InvalidRequest(
-            f"request {request.id}: run_seed={request.run_seed}: expected a 64-bit signed integer"
-        )
+    for name in ("run_seed", "sample_index"):
+        value = getattr(request, name)
+        if not isinstance(value, int) or not -(2**63) <= value < 2**63:
+            raise InvalidRequest(
+                f"request {request.id}: {name}={value!r}: expected a 64-bit signed integer"
+            )
     if request.sampling.stop_strings and not limits.can_decode:
         raise InvalidRequest(
             f"request {request.id}: stop_strings need a tokenizer and this engine has none; "

@@ -29,6 +29,9 @@ def read_config(folder: Path) -> DecoderConfig:
     check_architecture(name)
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise UnsupportedModel(f"{folder}: sliding-window attention is not run here")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds:
+        raise UnsupportedModel(f"{folder}: layers of {', '.join(sorted(kinds))} are not run here")
     if config.hidden_act != "silu":
         raise UnsupportedModel(f"{folder}: activation {config.hidden_act}; expected silu")
     if getattr(config, "mlp_bias", False):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What the law and the verification cost: their share of a round, by kind of draft and of law.
 
-    python scripts/bench_verify.py [--rows 8] [--draft-len 4] [--tokens 32] [--repeats 3] [--json]
+    python scripts/bench_verify.py [--rows 8] [--draft-len 4] [--tokens 24] [--repeats 2] [--json]
 
 Regime: SmolLM2-135M (vocabulary 49,152), float32, rows of one length in lock-step, drafts of a twin of
 the target at temperature 1.3 (so the acceptance is real, not chosen). A round here is scoring, law,
@@ -233,8 +233,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=8, help="rows in the batch")
     parser.add_argument("--draft-len", type=int, default=4, help="drafted tokens a row and round")
-    parser.add_argument("--tokens", type=int, default=32, help="new tokens a row")
-    parser.add_argument("--repeats", type=int, default=3, help="times each kind is measured")
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens a row")
+    parser.add_argument("--repeats", type=int, default=2, help="times each kind is measured")
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     arguments = parser.parse_args()
     progress = sys.stderr.isatty() and not arguments.json
