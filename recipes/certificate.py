@@ -183,7 +183,7 @@ def _tiles(certificate: Certificate) -> str:
         ("Tests that sample", f"{len(certificate.findings)}",
          f"false alarm {certificate.false_alarm_rate:g} for all together"),
         ("Tokens of the real engine", f"{tokens:,}",
-         f"{len(certificate.sampled)} settings"),
+         "by proposer and law: " + str(len(certificate.sampled))),
         ("Planted faults caught", f"{sum(c.caught for c in controls)} of {len(controls)}",
          "all must be"),
         ("Time", f"{certificate.seconds:.0f} s", "start-up included"),
@@ -222,7 +222,8 @@ def _grid(cells: Sequence[Cell]) -> str:
 def _grid_cell(cell: Cell | None) -> str:
     if cell is None:
         return '<td class="grid"></td>'
-    return f'<td class="grid {_mark(cell.exact)}">{cell.total_variation:.0e}</td>'
+    shown = f"{cell.total_variation:.0e}" if cell.total_variation else "0"
+    return f'<td class="grid {_mark(cell.exact)}">{shown}</td>'
 
 
 def _sampled(setting: Setting, certificate: Certificate) -> str:

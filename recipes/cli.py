@@ -113,7 +113,7 @@ def _add_audit(commands: Any) -> None:
         nargs="+",
         default=None,
         choices=("none", "ngram", "history", "history_sampled"),
-        help="who drafts (default: history and history_sampled, one after the other)",
+        help="who drafts; several are audited one after the other (default history_sampled)",
     )
     audit.add_argument(
         "--sampling",
