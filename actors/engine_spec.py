@@ -97,6 +97,14 @@ def make_decode(spec: EngineSpec) -> Decode | None:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
+def num_ids(folder: Path) -> int:
+    """Ids that stand for a token: a checkpoint's head may be padded beyond its tokenizer."""
+    vocab_size = read_config(folder).vocab_size
+    if not (folder / "tokenizer.json").is_file():
+        return vocab_size
+    return min(vocab_size, len(read_tokenizer(folder)))
+
+
 def make_compile_grammar(spec: EngineSpec) -> CompileGrammar | None:
     """Grammars over the model's tokenizer; None for a folder without one. llguidance is loaded by
     the first request that brings a grammar, and asked for by name where it is not installed."""
@@ -126,4 +134,5 @@ def make_engine(spec: EngineSpec) -> NativeEngine:
         verification=spec.verification,
         decode=make_decode(spec),
         compile_grammar=make_compile_grammar(spec),
+        num_ids=num_ids(Path(spec.model_folder)),
     )

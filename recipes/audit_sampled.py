@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from scipy import special
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from actors.engine_spec import EngineSpec, make_engine, make_policy
+from actors.engine_spec import EngineSpec, make_engine, make_policy, num_ids
 from quant.formats import FORMATS
 from quant.int8 import dequantise_weight, quantise_weight
 from recipes.audit_statistics import (
@@ -367,6 +367,10 @@ class TransformersReference:
             else:
                 weight.data = weight.data.to(spec.torch_dtype).float()
         self._model.eval().to(self._device)
+        self._num_ids = num_ids(folder)
+
+    def _real(self, logits: torch.Tensor) -> torch.Tensor:
+        return _real(logits, self._num_ids)
 
     @torch.inference_mode()
     def logits(
@@ -376,7 +380,7 @@ class TransformersReference:
         keyword is not the same in all versions of transformers."""
         cached = DynamicCache()
         ids = torch.tensor([prompt], device=self._device)
-        first = self._model(ids, None, None, cached).logits[0, -1:].cpu()  # [1, V]
+        first = self._real(self._model(ids, None, None, cached).logits[0, -1:])  # [1, V]
         ordered = sorted(sequences, key=len)
         while ordered:
             longest = len(ordered[-1])
@@ -391,7 +395,7 @@ class TransformersReference:
             )  # [B, T]; what stands behind a sequence does not change what is before
             cache = copy.deepcopy(cached)
             cache.batch_repeat_interleave(len(some))
-            out = self._model(padded, None, None, cache).logits.cpu()  # [B, T, V]
+            out = self._real(self._model(padded, None, None, cache).logits)  # [B, T, V]
             for row, sequence in enumerate(some):
                 yield sequence, torch.cat([first, out[row, : len(sequence)]])
 
@@ -405,6 +409,7 @@ class UncachedReference:
         self.name = f"own decoder, {spec.format} in {dtype}, one uncached forward a sequence"
         self._policy = make_policy(spec, num_slots=1)
         self._policy.swap(self._policy.load(_packed(spec)))
+        self._num_ids = num_ids(Path(spec.model_folder))
 
     def logits(
         self, prompt: Tokens, sequences: Sequence[Tokens]
@@ -412,7 +417,16 @@ class UncachedReference:
         for sequence in sequences:
             self._policy.truncate(0, 0)
             window = Window(0, 0, (*prompt, *sequence), num_logits=len(sequence) + 1)
-            yield sequence, self._policy.score([window]).cpu()
+            yield sequence, _real(self._policy.score([window]), self._num_ids)
+
+
+def _real(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """Logits [..., V] on the CPU, padding behind the `num` ids of the tokenizer impossible."""
+    real = logits.cpu()
+    if num < real.shape[-1]:
+        real = real.clone()
+        real[..., num:] = -torch.inf
+    return real
 
 
 def make_reference(spec: EngineSpec) -> Reference:

@@ -58,7 +58,11 @@ class _Load:
 
 
 class NativeEngine:
-    """Policy + proposer + verification + draft length; see `rollout.engine.Engine`."""
+    """Policy + proposer + verification + draft length; see `rollout.engine.Engine`.
+
+    `num_ids`: ids that stand for a token; logits behind them are padding and never emitted. None
+    takes all.
+    """
 
     def __init__(
         self,
@@ -70,10 +74,12 @@ class NativeEngine:
         verification: Rule = "block",
         decode: Decode | None = None,
         compile_grammar: CompileGrammar | None = None,
+        num_ids: int | None = None,
         draws_for: Callable[[RolloutRequest], Draws] = seeded_draws,
     ) -> None:
         self.policy, self.proposer, self.draft_len = policy, proposer, draft_len
         self.verification = verification
+        self._num_ids = policy.vocab_size if num_ids is None else num_ids
         self.version: int | None = None
         self._digest, self._mode = "", mode
         self._decode, self._compile_grammar, self._draws_for = decode, compile_grammar, draws_for
@@ -313,6 +319,9 @@ class NativeEngine:
             except InvalidRequest as error:
                 row.finish("error", str(error))
                 conditions += [NO_CONDITION] * (len(draft) + 1)
+        if self._num_ids < self.policy.vocab_size:
+            with torch.inference_mode():
+                logits[:, self._num_ids :] = -torch.inf
         return TargetLaws(logits, conditions)
 
     def _conditions(self, row: Row, draft: Draft) -> list[Condition]:

@@ -46,10 +46,9 @@ def tiny_folder(
 ) -> Path:
     """Writes a model of about 100,000 weights; `config` overrides fields of its configuration."""
     tokenizer = _tokenizer()
-    fields = SIZES | EXTRA.get(architecture, {}) | {"tie_word_embeddings": tied} | config
-    made = CONFIGS[architecture](
-        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **fields
-    )
+    sizes = SIZES | {"vocab_size": len(tokenizer), "tie_word_embeddings": tied}
+    fields = sizes | EXTRA.get(architecture, {}) | config
+    made = CONFIGS[architecture](eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **fields)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
     with torch.no_grad():

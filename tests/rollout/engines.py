@@ -53,6 +53,7 @@ def table_engine(
     verification: Rule = "block",
     branching: bool = False,
     compile_grammar: CompileGrammar | None = None,
+    num_ids: int | None = None,
 ) -> NativeEngine:
     """An engine over a table, at version 0."""
     policy = TablePolicy(table, vocab_size=vocab_size, context_len=context_len, num_slots=num_slots)
@@ -64,6 +65,7 @@ def table_engine(
         draws_for=draws_for,
         decode=decode,
         compile_grammar=compile_grammar,
+        num_ids=num_ids,
     )
     engine.load(table, version=0, digest="table")
     return engine

@@ -12,6 +12,7 @@ from typing import Literal
 import pytest
 import torch
 
+from actors.engine_spec import EngineSpec, make_engine
 from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
@@ -29,7 +30,16 @@ from rollout.sampling import SamplingParams
 from rollout.stop_text import Decode
 from rollout.streams import Draws
 from rollout.table_policy import Table, TablePolicy, random_table
-from tests.rollout.engines import ScriptedProposer, drawing_proposer, plain_law, request, run
+from tests.rollout.engines import (
+    ScriptedProposer,
+    drawing_proposer,
+    plain_law,
+    request,
+    run,
+    table_engine,
+)
+from tests.rollout.policies import packed_weights
+from tests.tiny_model import tiny_folder
 
 Verification = Literal["block", "position"]
 both_verifications = pytest.mark.parametrize("verification", ["block", "position"])
@@ -144,6 +154,40 @@ def test_padded_ids_that_the_target_gives_mass_are_kept_out_by_a_bias(
     expected = plain_law(SMALL, (0,), SamplingParams(max_new_tokens=2), REAL)
     assert ids_of(law) == set(range(REAL))
     assert total_variation(law, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["point", "dense"])
+def test_padded_ids_are_never_emitted_by_an_engine_that_counts_its_ids(kind: str) -> None:
+    # case 87: the target's logits are 0 there, no bias asks for anything
+    sampling = SamplingParams(max_new_tokens=2)
+
+    def generate(draws: EnumeratedDraws) -> tuple[int, ...]:
+        engine = table_engine(
+            padded(SMALL, 0.0), V, proposer=drawing_proposer(kind, padded(DRAFT, 0.0)),
+            draft_len=1, draws_for=lambda _: draws, num_ids=REAL,
+        )  # fmt: skip
+        return run(engine, [request(sampling=sampling)])["r0"].token_ids
+
+    law = enumerate_outcomes(generate)
+    assert total_variation(law, plain_law(SMALL, (0,), sampling, REAL)) < TOLERANCE
+
+
+def test_a_checkpoint_wider_than_its_tokenizer_emits_tokens_of_the_tokenizer(
+    tmp_path: Path,
+) -> None:
+    # case 87, for the transformer: the head is random, so padded rows have as much mass as others
+    narrow = tiny_folder(tmp_path / "narrow")
+    num_tokens = len(read_tokenizer(narrow))
+    folder = tiny_folder(tmp_path / "wide", vocab_size=num_tokens + 200)
+    spec = EngineSpec(str(folder), mode="full", format="none", proposer="none", dtype="float32")
+    engine = make_engine(spec)
+    weights = packed_weights(folder)
+    engine.load(engine.prepare(weights), version=0, digest="first")
+    sampling = SamplingParams(max_new_tokens=32, temperature=2.0)
+    samples = run(engine, [request(f"r{i}", (5,), sampling, sample_index=i) for i in range(8)])
+    tokens = [token for sample in samples.values() for token in sample.token_ids]
+    assert len(tokens) == 256 and max(tokens) < num_tokens
+    assert all(mass == 1.0 for sample in samples.values() for mass in sample.kept_mass)
 
 
 PADDED_DRAFTS: dict[str, DraftLaw] = {
