@@ -107,6 +107,10 @@ class AdaptiveDraftLen:
     def branching(self) -> bool:
         return self._branching
 
+    def chains_only(self) -> None:
+        """The proposer cannot branch."""
+        self._trees.nodes = 0
+
     def choose(self, rows: Sequence[Row]) -> list[int]:
         self._branching = False
         if not rows or not self.max_len:

@@ -18,7 +18,7 @@ import torch
 from rollout.admission import check_request
 from rollout.conditions import Condition, checked_mask
 from rollout.draft import NO_DRAFT, Draft, check_draft
-from rollout.draft_len import DraftLen, RoundCost
+from rollout.draft_len import AdaptiveDraftLen, DraftLen, RoundCost
 from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
 from rollout.grammar import CompileGrammar, MaskProvider
@@ -32,7 +32,7 @@ from rollout.stop_text import Decode
 from rollout.streams import Draws, SeededDraws
 from rollout.verdict import Verdict
 from rollout.verify import Rule, verify
-from rollout.watch import PIT_BINS, PIT_EVERY, foretells, pit_bin
+from rollout.watch import PIT_BINS, foretells, looks_at, pit_bin
 
 MAX_PREFILL_TOKENS = 2048
 """Tokens of prompts and re-prefills run in one forward; bounds its activations."""
@@ -78,6 +78,8 @@ class NativeEngine:
         draws_for: Callable[[RolloutRequest], Draws] = seeded_draws,
     ) -> None:
         self.policy, self.proposer, self.draft_len = policy, proposer, draft_len
+        if isinstance(draft_len, AdaptiveDraftLen) and not isinstance(proposer, TreeProposer):
+            draft_len.chains_only()
         self.verification = verification
         self._num_ids = policy.vocab_size if num_ids is None else num_ids
         self.version: int | None = None
@@ -388,7 +390,7 @@ class NativeEngine:
         counts = row.counters.pit_counts
         first = len(row.token_ids) - len(indices)
         for position, index in enumerate(indices, start=first):
-            if position % PIT_EVERY == 0:
+            if looks_at(position):
                 counts.extend([0] * (PIT_BINS - len(counts)))
                 token = row.token_ids[position]
                 counts[pit_bin(laws, index, token, row.draws, position)] += 1

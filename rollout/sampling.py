@@ -6,12 +6,16 @@ where it is not named: -1 never means "off".
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rollout.errors import InvalidRequest
 from rollout.grammar import Grammar
+
+LARGEST = 1e30
+"""No parameter may be larger, and no repetition penalty below its inverse, so that float32 laws stay
+finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,12 @@ class SamplingParams:
     on what was drafted as well."""
 
     def __post_init__(self) -> None:
-        bias = self.logit_bias
-        pairs = bias.items() if isinstance(bias, Mapping) else bias
-        object.__setattr__(self, "logit_bias", tuple((token, amount) for token, amount in pairs))
         for name, valid, expected in _CHECKS:
             value = getattr(self, name)
+            if name == "logit_bias" and isinstance(value, Mapping):
+                value = tuple(value.items())
+            value = _as_tuple(value)
+            object.__setattr__(self, name, value)
             if not valid(value):
                 raise InvalidRequest(f"{name}={value!r}: expected {expected}")
         self._check_together()
@@ -106,14 +111,15 @@ class SamplingParams:
     def from_json(row: Mapping[str, Any]) -> "SamplingParams":
         """The inverse of `dataclasses.asdict`, also through JSON, where tuples become lists."""
         known = {field.name for field in fields(SamplingParams)}
-        values = {name: _as_tuple(value) for name, value in row.items() if name in known}
+        values = {name: value for name, value in row.items() if name in known}
         if isinstance(grammar := values.get("grammar"), Mapping):
             values["grammar"] = Grammar(**grammar)
         return SamplingParams(**values)
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+    """Lists, at any depth, as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
 def _integer(value: Any) -> bool:
@@ -121,28 +127,28 @@ def _integer(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Finite; a bool is not a number here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Of at most LARGEST; a bool is not a number here."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _ids(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(_integer(token) and token >= 0 for token in value)
+    return isinstance(value, tuple) and all(_integer(token) and token >= 0 for token in value)
 
 
 def _bias(pairs: Any) -> bool:
-    ids = [token for token, _ in pairs]
-    return (
-        _ids(ids)
-        and len(set(ids)) == len(ids)
-        and all(_number(amount) or amount == -math.inf for _, amount in pairs)
-    )
+    if not isinstance(pairs, tuple) or any(not isinstance(p, tuple) or len(p) != 2 for p in pairs):
+        return False
+    ids = tuple(token for token, _ in pairs)
+    amounts = [amount for _, amount in pairs]
+    finite = all(_number(amount) or amount == -math.inf for amount in amounts)
+    return _ids(ids) and len(set(ids)) == len(ids) and finite
 
 
 _CHECKS = (
     (
         "temperature",
         lambda v: _number(v) and v >= 0,
-        "a finite number >= 0 (0 is greedy)",
+        "a number in [0, 1e30] (0 is greedy)",
     ),
     (
         "top_k",
@@ -151,13 +157,17 @@ _CHECKS = (
     ),
     ("top_p", lambda v: _number(v) and 0 < v <= 1, "a number in (0, 1] (1 keeps all)"),
     ("min_p", lambda v: _number(v) and 0 <= v <= 1, "a number in [0, 1] (0 keeps all)"),
-    ("repetition_penalty", lambda v: _number(v) and v > 0, "a finite number > 0 (1 is off)"),
-    ("frequency_penalty", _number, "a finite number (0 is off)"),
-    ("presence_penalty", _number, "a finite number (0 is off)"),
-    ("logit_bias", _bias, "distinct token ids >= 0 with finite amounts, or -inf to ban"),
+    (
+        "repetition_penalty",
+        lambda v: _number(v) and v >= 1 / LARGEST,
+        "a number in [1e-30, 1e30] (1 is off)",
+    ),
+    ("frequency_penalty", _number, "a number of magnitude at most 1e30 (0 is off)"),
+    ("presence_penalty", _number, "a number of magnitude at most 1e30 (0 is off)"),
+    ("logit_bias", _bias, "pairs of distinct token ids >= 0 and amounts of at most 1e30, or -inf"),
     (
         "bad_words",
-        lambda v: all(phrase and _ids(phrase) for phrase in v),
+        lambda v: isinstance(v, tuple) and all(phrase and _ids(phrase) for phrase in v),
         "non-empty sequences of token ids >= 0",
     ),
     ("grammar", lambda v: v is None or isinstance(v, Grammar), "None or a Grammar"),
@@ -168,7 +178,7 @@ _CHECKS = (
     ("ignore_eos", lambda v: isinstance(v, bool), "True or False"),
     (
         "stop_strings",
-        lambda v: not isinstance(v, str) and all(isinstance(s, str) and s for s in v),
+        lambda v: isinstance(v, tuple) and all(isinstance(s, str) and s for s in v),
         "non-empty strings",
     ),
     (

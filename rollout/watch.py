@@ -2,9 +2,11 @@
 
 - *Observed minus expected accepted length* (`rollout.verify`): a martingale, so its sum S over rounds
   with foreseeable variance V and steps of at most b exceeds s with probability at most
-  2 exp(-s^2 / 2(V + b s / 3)) (Freedman, Ann. Probab. 3, 1975). Sees drafts that were not drawn from
-  the law handed over, and acceptance by another rule. Point masses: every round; sampled drafts,
-  for which it costs rows of the vocabulary: at one start position of FORETELL_EVERY.
+  2 exp(-s^2 / 2(V + b s / 3)) (Freedman, Ann. Probab. 3, 1975; here V is what was foreseen so far and
+  b the deepest position reached: conservative in simulation, not the theorem to the letter). Sees
+  drafts that were not drawn from the law handed over, and acceptance by another rule. Point masses:
+  every round; sampled drafts, for which it costs rows of the vocabulary: at one start position of
+  FORETELL_EVERY.
 - *Randomised probability integral transform* of emitted tokens (Smith, J. Forecasting 4, 1985): with F
   the cumulative law of the position and v a uniform of its own, F(y - 1) + v p(y) is uniform and
   independent of the past if y was drawn from p. Sees any other law of the emitted tokens. At one
@@ -31,7 +33,7 @@ ALARM_LEVEL = 1e-6
 """Chance that a correct engine raises the alarm at one look."""
 GOLDEN = 0x9E3779B9
 """2^32 over the golden ratio."""
-SMALLEST_BIN = 5.0
+SMALLEST_BIN = 20.0
 """Expected count of a bin below which the chi-square approximation is not used."""
 
 

@@ -212,7 +212,7 @@ def test_the_frequency_penalty_counts_every_token_of_an_accepted_run(
     made = engine(name, rule, table, knowing(name, script, V), draft_len=draft_len)
     sample = only(run(made, requests_of(sampling, telling(script), company)))
     assert sample.token_ids == (1, 2, 1, 2, 1, 2, 1, 2)
-    if script is ALTERNATING and draft_len and name != "none" and not company:
+    if script is ALTERNATING and draft_len and name not in ("none", "ngram") and not company:
         assert sample.counters.corrections == 0
 
 
@@ -398,10 +398,10 @@ def test_a_padded_draft_ends_its_own_row_and_leaves_the_mask_of_the_others_alone
 
 
 def words(generated: tuple[int, ...]) -> tuple[int, ...]:
-    """1 begins; 2 and the end follow a 1, 1 follows a 2; complete behind three tokens."""
-    if len(generated) >= 3:
+    """1 and 2 begin; 1 is followed by 2 or the end, 2 by 1; complete behind two tokens."""
+    if len(generated) == 2:
         return (3,)
-    return (1,) if not generated or generated[-1] == 2 else (2, 3)
+    return (1, 2) if not generated else (2, 3) if generated[-1] == 1 else (1,)
 
 
 @every
@@ -409,11 +409,12 @@ def words(generated: tuple[int, ...]) -> tuple[int, ...]:
 def test_a_grammar_leaves_the_masked_law(name: str, rule: Rule, company: bool) -> None:
     # case 31, and 33: the strict mask is asked for nothing behind EOS; drafts of what is forbidden
     table, prompt = random_table(V, depth=1, seed=6), (0, 1, 2, 1, 3, 0)
+    three = replace(G, max_new_tokens=3)
     law = law_of(
         lambda draws_for: constrained(name, rule, table, words, draft_len=2, draws_for=draws_for),
-        G, prompt, company,
+        three, prompt, company,
     )  # fmt: skip
-    assert total_variation(law, plain_law(table, prompt, G, V, words)) < 1e-12
+    assert total_variation(law, plain_law(table, prompt, three, V, words)) < 1e-12
 
 
 @every
@@ -472,13 +473,12 @@ def test_every_step_of_a_greedy_row_emits_and_counts_only_grow(
 
 
 @every
-@alone_and_in_company
-def test_sampled_rows_are_sampled(name: str, rule: Rule, company: bool) -> None:
+def test_sampled_rows_are_sampled_beside_greedy_ones(name: str, rule: Rule) -> None:
     # case 35: p = (.6, .4), 2000 tokens: .40 +- .04 is 3.7 deviations of .011; a greedy one has 0
     table = fixed(math.log(0.6), math.log(0.4), -math.inf, -math.inf)
     sampling = SamplingParams(max_new_tokens=100)
     rows = [request(f"r{i}", (0, 1, 0), sampling, prompt_id="p", sample_index=i) for i in range(20)]
-    samples = run(engine(name, rule, table), [*rows, *(neighbours((0, 1, 0)) * company)])
+    samples = run(engine(name, rule, table), [*rows, *neighbours((0, 1, 0))])
     tokens = [token for r in rows for token in only(samples, r.id).token_ids]
     assert len(tokens) == 2000 and set(tokens) == {0, 1}
     assert tokens.count(1) / 2000 == pytest.approx(0.4, abs=0.04)

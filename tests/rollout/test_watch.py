@@ -174,8 +174,8 @@ def foretold(accepted: float, expected: float, variance: float, length: int = 1)
 def test_nothing_is_said_before_anything_was_seen() -> None:
     empty = SpecCounters()
     assert acceptance_p_value(empty) is None and pit_p_value(empty) is None and not alarm(empty)
-    assert pit_p_value(SpecCounters(pit_counts=[4] * PIT_BINS)) is None  # below 5 a bin
-    assert pit_p_value(SpecCounters(pit_counts=[5] * PIT_BINS)) == 1.0
+    assert pit_p_value(SpecCounters(pit_counts=[19] * PIT_BINS)) is None  # below 20 a bin
+    assert pit_p_value(SpecCounters(pit_counts=[20] * PIT_BINS)) == 1.0
 
 
 def test_the_bound_is_freedmans() -> None:
@@ -268,9 +268,9 @@ def test_the_tail_of_the_bins_is_what_it_says_within_a_factor_of_two(num: int) -
 
 
 def test_the_p_value_of_the_bins_is_the_chi_square_tail() -> None:
-    # 160 in 16 bins, two of them 20 and 0: (100 + 100) / 10
-    counts = [20, 0, *[10] * 14]
-    assert pit_p_value(SpecCounters(pit_counts=counts)) == pytest.approx(chi2.sf(20, 15))
+    # 480 in 16 bins, two of them 40 and 20: (100 + 100) / 30
+    counts = [40, 20, *[30] * 14]
+    assert pit_p_value(SpecCounters(pit_counts=counts)) == pytest.approx(chi2.sf(200 / 30, 15))
 
 
 # ---- the right engine ---------------------------------------------------------------------
