@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_every_path_it_links_or_names_exists() -> None:
     linked = re.findall(r"\]\(([^)#]+)\)", README)
-    named = re.findall(r"(?<![\w/])(scripts/\w+|\w+/[\w/]+\.(?:py|yaml)|tests/[\w./]+)", README)
+    named = re.findall(r"(?<![\w/])(scripts/\w+(?:\.py)?|\w+/[\w/]+\.(?:py|yaml)|tests/[\w./]+)", README)
     assert linked and named
     assert [path for path in {*linked, *named} if not (ROOT / path).exists()] == []
 
@@ -46,7 +46,7 @@ def test_every_metric_it_explains_is_logged() -> None:
     counters = SpecCounters(
         rounds=2, drafted=2, verified=2, accepted=1, corrections=1, reached=[2],
         accepted_by_position=[1], foretold_reached=2, foretold_accepted=1, expected_accepted=1.0,
-        expected_variance=0.5, pit_counts=[8] * 16,
+        expected_variance=0.5, pit_counts=[20] * 16,
     )  # fmt: skip
     now = ClusterSnapshot(
         **{
