@@ -23,7 +23,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_every_path_it_links_or_names_exists() -> None:
     linked = re.findall(r"\]\(([^)#]+)\)", README)
-    named = re.findall(r"(?<![\w/])(scripts/\w+(?:\.py)?|\w+/[\w/]+\.(?:py|yaml)|tests/[\w./]+)", README)
+    paths = r"(?<![\w/])(scripts/\w+(?:\.py)?|\w+/[\w/]+\.(?:py|yaml)|tests/[\w./]+)"
+    named = re.findall(paths, README)
     assert linked and named
     assert [path for path in {*linked, *named} if not (ROOT / path).exists()] == []
 
