@@ -48,6 +48,7 @@ from actors.engine_spec import EngineSpec, make_engine, make_policy, num_ids
 from quant.formats import FORMATS
 from quant.int8 import dequantise_weight, quantise_weight
 from recipes.audit_statistics import (
+    LEAST_EXPECTED,
     Finding,
     chi_square,
     family_level,
@@ -63,7 +64,7 @@ from rollout.packing import digest, pack
 from rollout.policy import Window
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
-from rollout.watch import PIT_BINS, SMALLEST_BIN, acceptance_p_value
+from rollout.watch import PIT_BINS, acceptance_p_value
 
 Array = NDArray[np.float64]
 Tokens = tuple[int, ...]
@@ -760,7 +761,7 @@ def _find_counts(
 ) -> None:
     """First tokens, and second ones behind the most frequent first."""
     names, few = ("first token", "second token"), int(min(1e9, 1 / rounding.divergence))
-    if few < 4 * SMALLEST_BIN:
+    if few < 4 * LEAST_EXPECTED:
         book.miss(f"in more than {few} draws rounding alone would show", *names)
         return
     longer = [sample for sample in samples if len(sample.token_ids) > 1]
@@ -788,7 +789,7 @@ def _find_transform(book: _Book, tokens: Sequence[JudgedToken], vocab_size: int)
     by_id, by_rank = "transform by id", "transform by probability"
     neighbours, weights = "transform of neighbours", "importance weights"
     clear = [one for one in tokens if one.transforms]
-    if len(clear) < 4 * SMALLEST_BIN:
+    if len(clear) < 4 * LEAST_EXPECTED:
         reason = f"only {len(clear)} tokens are not on the edge of a filter"
         book.miss(reason, by_id, by_rank, neighbours, weights)
         return
@@ -874,7 +875,7 @@ def _find_acceptance(book: _Book, counters: SpecCounters) -> None:
 
 def _find_own_transform(book: _Book, counters: SpecCounters) -> None:
     name, counts = "engine's own transform", counters.pit_counts
-    if sum(counts) < SMALLEST_BIN * PIT_BINS:
+    if sum(counts) < LEAST_EXPECTED * PIT_BINS:
         book.miss(f"the engine counted only {sum(counts)} tokens", name)
     else:
         book.add(chi_square(name, counts, [1 / len(counts)] * len(counts), book.level, POWER_TV))
