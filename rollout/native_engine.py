@@ -291,7 +291,7 @@ class NativeEngine:
         for row, draft, max_len in zip(rows, proposed, max_lens, strict=True):
             draft = _until_stop(draft.truncated(max_len), row)
             try:
-                check_draft(draft, self.policy.vocab_size)
+                draft = check_draft(draft, self.policy.vocab_size)
             except InvalidDraft as error:
                 row.finish("error", str(error))
                 draft = NO_DRAFT

@@ -397,3 +397,12 @@ def test_point_mass_drafts_emit_what_plain_decoding_emits_token_for_token(
     assert {n: s.token_ids for n, s in drafted.items()} == {
         n: s.token_ids for n, s in plain.items()
     }
+
+
+def test_a_law_whose_float32_sum_is_off_by_rounding_is_normalised() -> None:
+    # draws are in proportion to the law: 1.00002 x q accepts as q does
+    q = torch.tensor(Q)
+    (law,) = check_draft(Draft((0,), (DenseLaw(q * 1.00002),)), vocab_size=4).laws
+    assert isinstance(law, DenseLaw) and torch.allclose(law.probs, q, rtol=1e-6)
+    with pytest.raises(InvalidDraft, match="sums to"):
+        check_draft(Draft((0,), (DenseLaw(q * 1.001),)), vocab_size=4)
