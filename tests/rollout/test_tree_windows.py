@@ -19,7 +19,7 @@ from tests.tiny_model import tiny_folder
 
 V = 300
 CONTEXT_LEN = 64
-ATOL = 1e-5  # logits of size 1 to 20 in float32, summed in another order
+ATOL = 1e-4  # logits of size 1 to 20 in float32, summed in another order
 ALONE = 7
 """The slot of the reference."""
 VARIANTS: dict[str, dict[str, Any]] = {
