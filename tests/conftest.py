@@ -10,7 +10,12 @@ from rollout.transformer_policy import TransformerPolicy
 from tests.rollout.policies import loaded_policy
 from tests.tiny_model import tiny_folder
 
-torch.set_num_threads(1)  # tiny models; more threads only wait for each other
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tiny models: more threads only wait for each other, and a run that a test before this one
+    made leaves its own number, which moves the last bits of a product."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,7 @@ def test_a_token_does_not_see_its_siblings(policy: Policy) -> None:
     fill(policy, {slot: random_ids(5, seed=2) for slot in (0, 1)})
     first = policy.score([Window(0, 5, ids, 6, PARENTS)])
     other = policy.score([Window(1, 5, (ids[0], (ids[1] + 1) % V, *ids[2:]), 6, PARENTS)])
-    same = [torch.equal(one, two) for one, two in zip(first, other)]
+    same = [torch.allclose(one, two, atol=ATOL) for one, two in zip(first, other)]
     assert same == [True, False, True, True, False, True]
 
 
@@ -149,7 +149,8 @@ def test_a_chain_given_as_parents_is_that_chain(policy: Policy) -> None:
     ids = random_ids(6, seed=3)
     fill(policy, {slot: random_ids(5, seed=4) for slot in (0, 1)})
     as_chain = policy.score([Window(0, 5, ids, 4)])
-    assert torch.equal(policy.score([Window(1, 5, ids, 4, (-1, 0, 1, 2, 3, 4))]), as_chain)
+    again = policy.score([Window(1, 5, ids, 4, (-1, 0, 1, 2, 3, 4))])
+    assert torch.allclose(again, as_chain, atol=ATOL)
 
 
 def test_chains_pay_nothing_for_trees(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
