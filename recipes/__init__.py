@@ -14,6 +14,7 @@ doctor            whether this installation can run, and what will be slow
 grpo              asynchronous GRPO on rollouts from a cluster
 ladder            what quantisation and speculation each buy, on the run's own prompts
 live              a run as it happens, in the terminal
+page              what every HTML page is made of
 passport          what a run was
 report            a run folder -> one HTML page
 run               `rollout run`, recorded in a run folder
@@ -39,6 +40,7 @@ __all__ = [
     "grpo",
     "ladder",
     "live",
+    "page",
     "passport",
     "report",
     "run",

@@ -4,7 +4,6 @@
 without scripts and without anything fetched.
 """
 
-import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from recipes.audit_enumerated import LOGPROB_TOLERANCE, TOLERANCE, Cell
 from recipes.audit_faults import Control
 from recipes.audit_sampled import SampledAudit
 from recipes.audit_statistics import Finding, verdict
-from recipes.report import POLICY, STYLE
+from recipes.page import details, document, esc, problems, table, tiles
 
 Word = Literal["exact", "not exact", "void"]
 EXIT_CODES: dict[Word, int] = {"exact": 0, "not exact": 1, "void": 2}
@@ -138,17 +137,15 @@ th.slant { text-align: center; font-size: 12px; }
 
 def _page(certificate: Certificate) -> str:
     word = certificate.verdict
-    title = f"Exactness certificate: {word}"
-    return "\n".join(
+    failed = [f"Failed: {name}" for name in certificate.failed]
+    missed = [f"Not caught: {name}" for name in certificate.missed]
+    return document(
+        f"Exactness certificate: {word}",
         (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<title>{title}</title><style>{STYLE}{MARKS}</style></head><body>",
             f'<h1>Exactness certificate: <span class="{_mark(word == "exact")}">{word}</span></h1>',
             f'<p class="lead">{SENTENCES[word]}</p>',
-            _named("Failed", certificate.failed) + _named("Not caught", certificate.missed),
-            _tiles(certificate),
+            problems(failed) + problems(missed),
+            tiles(_numbers(certificate)),
             "<h2>Enumerated: the joint law of whole outcomes against plain sampling</h2>",
             _grid(certificate.enumerated),
             "<h2>Seeded draws on known tables</h2>",
@@ -157,10 +154,13 @@ def _page(certificate: Certificate) -> str:
             "<h2>Negative controls: planted faults</h2>",
             _controls(certificate.controls),
             "<h2>What was audited</h2>",
-            f"<details open><summary>Engine, model, versions</summary><pre>{_audited(certificate)}"
-            "</pre></details>",
-            "</body></html>",
-        )
+            details(
+                "Engine, model, versions",
+                json.dumps(dict(certificate.audited), indent=2),
+                shown=True,
+            ),
+        ),
+        MARKS,
     )
 
 
@@ -168,16 +168,11 @@ def _mark(good: bool) -> str:
     return "exact" if good else "failed"
 
 
-def _named(title: str, names: Sequence[str]) -> str:
-    items = "".join(f"<li>{title}: {_esc(name)}</li>" for name in names)
-    return f'<ul class="problems">{items}</ul>' if items else ""
-
-
-def _tiles(certificate: Certificate) -> str:
+def _numbers(certificate: Certificate) -> Sequence[tuple[str, str, str]]:
     cells, controls = certificate.enumerated, certificate.controls
     tokens = sum(setting.audit.num_tokens for setting in certificate.sampled)
     worst = _largest(cell.total_variation for cell in cells)
-    tiles = (
+    return (
         ("Laws enumerated", f"{len(cells)}", "worst total variation "
          + ("–" if worst is None else f"{worst:.1e}")),
         ("Tests that sample", f"{len(certificate.findings)}",
@@ -188,11 +183,6 @@ def _tiles(certificate: Certificate) -> str:
          "all must be"),
         ("Time", f"{certificate.seconds:.0f} s", "start-up included"),
     )  # fmt: skip
-    body = "".join(
-        f"<div>{_esc(label)}<b>{_esc(value)}</b><small>{_esc(note)}</small></div>"
-        for label, value, note in tiles
-    )
-    return f'<section class="tiles">{body}</section>'
 
 
 def _grid(cells: Sequence[Cell]) -> str:
@@ -204,16 +194,14 @@ def _grid(cells: Sequence[Cell]) -> str:
         key = cell.law, cell.proposer
         if key not in worst or cell.total_variation > worst[key].total_variation:
             worst[key] = cell
-    head = "".join(f'<th class="slant">{_esc(name)}</th>' for name in proposers)
+    head = "".join(f'<th class="slant">{esc(name)}</th>' for name in proposers)
     rows = "".join(
-        f'<tr><th scope="row">{_esc(law)}</th>'
+        f'<tr><th scope="row">{esc(law)}</th>'
         + "".join(_grid_cell(worst.get((law, proposer))) for proposer in proposers)
         + "</tr>"
         for law in laws
     )
-    return (
-        f'<div class="wide"><table><thead><tr><th>law</th>{head}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
+    return table(f"<th>law</th>{head}", rows) + (
         f"<p>Worst of all rules, lengths and draft lengths; at most {TOLERANCE:g} passes, and "
         f"log-probabilities within {LOGPROB_TOLERANCE:g}.</p>"
     )
@@ -230,12 +218,12 @@ def _sampled(setting: Setting, certificate: Certificate) -> str:
     part = setting.audit
     rate = "no drafts" if part.acceptance_rate is None else f"{part.acceptance_rate:.3f} accepted"
     absent = "".join(
-        f"<li>Not made: {_esc(name)}: {_esc(why)}</li>" for name, why in part.absent.items()
+        f"<li>Not made: {esc(name)}: {esc(why)}</li>" for name, why in part.absent.items()
     )
     return (
-        f"<h2>Real engine: proposer {_esc(setting.proposer)}, {_esc(setting.law)}</h2>"
+        f"<h2>Real engine: proposer {esc(setting.proposer)}, {esc(setting.law)}</h2>"
         f'<p class="lead">{part.num_samples:,} samples, {part.num_tokens:,} tokens, {rate}; '
-        f"reference: {_esc(part.reference)}; {part.seconds['total']:.0f} s.</p>"
+        f"reference: {esc(part.reference)}; {part.seconds['total']:.0f} s.</p>"
         + _findings(setting.findings, certificate)
         + (f"<ul>{absent}</ul>" if absent else "")
     )
@@ -244,16 +232,14 @@ def _sampled(setting: Setting, certificate: Certificate) -> str:
 def _findings(findings: Sequence[Finding], certificate: Certificate) -> str:
     failed = set(verdict(certificate.findings, certificate.false_alarm_rate))
     rows = "".join(
-        f'<tr><td class="name">{_esc(f.name)}<br><small>{_esc(f.detail)}</small></td>'
+        f'<tr><td class="name">{esc(f.name)}<br><small>{esc(f.detail)}</small></td>'
         f"<td>{f.num_samples:,}</td><td>{f.effect:.3g}</td>"
         f'<td class="{_mark(f.name not in failed)}">{f.p_value:.3g}</td>'
         f"<td>{_power(f)}</td></tr>"
         for f in findings
     )
-    return (
-        '<div class="wide"><table><thead><tr><th>test</th><th>n</th><th>deviation</th>'
-        f"<th>p-value</th><th>power</th></tr></thead><tbody>{rows}</tbody></table></div>"
-    )
+    headings = ("test", "n", "deviation", "p-value", "power")
+    return table("".join(f"<th>{heading}</th>" for heading in headings), rows)
 
 
 def _power(finding: Finding) -> str:
@@ -264,20 +250,9 @@ def _power(finding: Finding) -> str:
 
 def _controls(controls: Sequence[Control]) -> str:
     rows = "".join(
-        f'<tr><td class="name">{_esc(c.name)}<br><small>{_esc(c.sentence)}</small></td>'
-        f'<td class="name">{_esc(c.by)}</td>'
+        f'<tr><td class="name">{esc(c.name)}<br><small>{esc(c.sentence)}</small></td>'
+        f'<td class="name">{esc(c.by)}</td>'
         f'<td class="{_mark(c.caught)}">{"caught" if c.caught else "NOT caught"}</td></tr>'
         for c in controls
     )
-    return (
-        '<div class="wide"><table><thead><tr><th>fault</th><th>by</th><th></th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
-
-
-def _audited(certificate: Certificate) -> str:
-    return _esc(json.dumps(dict(certificate.audited), indent=2))
-
-
-def _esc(value: object) -> str:
-    return html.escape(str(value), quote=True)
+    return table("<th>fault</th><th>by</th><th></th>", rows)

@@ -13,7 +13,6 @@ one counts. Everything that came from the run is escaped; models write HTML too.
 What it does not do: compare runs, or read wandb's files.
 """
 
-import html
 import io
 import json
 import math
@@ -27,6 +26,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from recipes.page import details, document, esc, problems, table, tiles
 
 MISSING = "\N{EN DASH}"
 MAX_TEXT_LEN = 2000
@@ -543,8 +544,8 @@ def _plot_html(run: RunData, plot: Plot) -> str:
         drawn = plot.draw(run, figure)
         picture = _svg(figure, plot.title) if drawn else '<p class="empty">no data</p>'
     return (
-        f"<figure><h3>{_esc(plot.title)}</h3>{picture}"
-        f"<figcaption>{_esc(plot.caption)}</figcaption></figure>"
+        f"<figure><h3>{esc(plot.title)}</h3>{picture}"
+        f"<figcaption>{esc(plot.caption)}</figcaption></figure>"
     )
 
 
@@ -560,7 +561,7 @@ def _svg(figure: Figure, title: str) -> str:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every figure of the page
     viewbox = re.search(r'viewBox="[^"]*"', svg)
     assert viewbox is not None, "matplotlib gives every figure a viewBox"
-    opening = f'<svg {viewbox[0]} role="img" aria-label="{_esc(title)}">'
+    opening = f'<svg {viewbox[0]} role="img" aria-label="{esc(title)}">'
     svg = re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)
     for colour, variable in CSS_VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
@@ -585,18 +586,17 @@ def _ladder_html(summary: Row) -> str:
     rows = [row for row in ladder if isinstance(row, dict)] if isinstance(ladder, list) else []
     if not rows:
         return '<p class="empty">no data</p>'
-    head = "".join(f"<th>{_esc(title)}</th>" for title, _, _ in LADDER_COLUMNS)
+    head = "".join(f"<th>{esc(title)}</th>" for title, _, _ in LADDER_COLUMNS)
     body = "".join(
-        f"<tr><th>{_esc(row.get('name', MISSING))}</th>"
+        f"<tr><th>{esc(row.get('name', MISSING))}</th>"
         + "".join(
             f"<td>{_show(_number(row.get(key)), form)}</td>" for _, key, form in LADDER_COLUMNS
         )
         + "</tr>"
         for row in rows
     )
-    verdicts = "".join(f"<p>{_esc(sentence)}</p>" for sentence in ladder_verdicts(rows))
-    table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'{verdicts}<div class="wide">{table}</div>'
+    verdicts = "".join(f"<p>{esc(sentence)}</p>" for sentence in ladder_verdicts(rows))
+    return verdicts + table(f"<th></th>{head}", body)
 
 
 def ladder_verdicts(ladder: Sequence[Row]) -> list[str]:
@@ -657,77 +657,29 @@ def _transcript_html(sample: SampleView) -> str:
         f"{sample.num_tokens:,} tokens, {sample.finish_reason}",
     )
     return (
-        f"<article><header><code>{_esc(sample.id)}</code>"
-        f"{''.join(f'<span>{_esc(fact)}</span>' for fact in facts)}</header>"
-        f"<pre>{_esc(sample.text)}</pre></article>"
+        f"<article><header><code>{esc(sample.id)}</code>"
+        f"{''.join(f'<span>{esc(fact)}</span>' for fact in facts)}</header>"
+        f"<pre>{esc(sample.text)}</pre></article>"
     )
 
 
 # The page
 
-STYLE = """
-:root { color-scheme: light dark; --page: #f7f8fa; --card: #fff; --ink: #1d2430; --dim: #5d6778;
-  --line: #dde2ea; --warn: #fff4dc; --series-1: #2f6fde; --series-2: #d8700c; --series-3: #16876f;
-  --series-4: #8a55c9; --series-5: #8b929e; }
-@media (prefers-color-scheme: dark) { :root { --page: #12151b; --card: #1a1f28; --ink: #e4e8ef;
-  --dim: #9aa5b5; --line: #333c4a; --warn: #3a3018; --series-1: #6ea0ff; --series-2: #f29a45;
-  --series-3: #3fbf9f; --series-4: #b78cf0; --series-5: #8b929e; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 28px 24px 60px; max-width: 1280px; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; }
-h1 { margin: 0 0 4px; font-size: 26px; overflow-wrap: anywhere; }
-h2 { margin: 36px 0 12px; font-size: 19px; }
-h3 { margin: 0 0 6px; font-size: 15px; }
-.lead { margin: 0 0 20px; max-width: 100ch; color: var(--dim); }
-.problems { margin: 0 0 20px; padding: 10px 16px 10px 34px; background: var(--warn);
-  border-radius: 8px; }
-.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(188px, 1fr)); }
-.plots { display: grid; gap: 16px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
-.tiles div, figure, article, details, .wide { background: var(--card);
-  border: 1px solid var(--line); border-radius: 10px; }
-.tiles div { padding: 12px 14px; font-size: 14px; }
-.tiles b { display: block; font-size: 21px; line-height: 1.4; white-space: nowrap;
-  font-variant-numeric: tabular-nums; }
-.tiles small, figcaption { color: var(--dim); font-size: 13px; }
-figure { margin: 0; padding: 14px 16px; display: flex; flex-direction: column; }
-figure svg { width: 100%; height: auto; }
-figure svg text { font-family: inherit !important; }
-figcaption { margin-top: auto; padding-top: 8px; }
-.empty { margin: auto; padding: 40px 0; color: var(--dim); font-style: italic; text-align: center; }
-.wide { overflow-x: auto; }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 8px 14px; text-align: right; white-space: nowrap; }
-th { font-weight: 600; } th:first-child { text-align: left; }
-thead th { color: var(--dim); font-size: 13px; }
-tbody tr { border-top: 1px solid var(--line); }
-article { margin: 0 0 12px; padding: 12px 16px; }
-article header { display: flex; flex-wrap: wrap; gap: 4px 18px; color: var(--dim); font-size: 13px; }
-pre { margin: 8px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 26em;
-  overflow-y: auto; font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
-details { margin: 0 0 12px; padding: 10px 16px; } summary { cursor: pointer; font-weight: 600; }
-"""
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-
 
 def _page(run: RunData) -> str:
-    return "\n".join(
+    return document(
+        run.name,
         (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            f"<title>{_esc(run.name)}</title><style>{STYLE}</style></head><body>",
-            f'<h1>{_esc(run.name)}</h1><p class="lead">{_esc(_lead(run))}</p>',
-            _problems_html(run.problems),
-            f'<section class="tiles">{"".join(map(_tile_html, _tiles(run)))}</section>',
+            f'<h1>{esc(run.name)}</h1><p class="lead">{esc(_lead(run))}</p>',
+            problems(run.problems),
+            tiles((tile.label, tile.value, tile.note) for tile in _tiles(run)),
             f'<h2>Plots</h2><section class="plots">{_plots_html(run)}</section>',
             f"<h2>Plain against speculative decoding</h2>{_ladder_html(run.summary)}",
             f"<h2>Transcripts</h2>{_transcripts_html(run.samples)}",
             "<h2>What this run was</h2>",
-            _details_html("Passport", run.passport),
-            _details_html("Configuration", run.config),
-            "</body></html>",
-        )
+            details("Passport", run.passport),
+            details("Configuration", run.config),
+        ),
     )
 
 
@@ -743,24 +695,5 @@ def _lead(run: RunData) -> str:
     )
 
 
-def _problems_html(problems: Sequence[str]) -> str:
-    items = "".join(f"<li>{_esc(problem)}</li>" for problem in problems)
-    return f'<ul class="problems">{items}</ul>' if items else ""
-
-
-def _tile_html(tile: Tile) -> str:
-    label, value, note = map(_esc, (tile.label, tile.value, tile.note))
-    return f"<div>{label}<b>{value}</b><small>{note}</small></div>"
-
-
 def _plots_html(run: RunData) -> str:
     return "".join(_plot_html(run, plot) for plot in PLOTS)
-
-
-def _details_html(title: str, text: str | None) -> str:
-    body = '<p class="empty">no data</p>' if text is None else f"<pre>{_esc(text)}</pre>"
-    return f"<details><summary>{_esc(title)}</summary>{body}</details>"
-
-
-def _esc(value: object) -> str:
-    return html.escape(str(value), quote=True)
