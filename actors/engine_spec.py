@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
@@ -16,6 +17,7 @@ from rollout.checkpoint import read_config, read_tokenizer
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
 from rollout.grammar import CompileGrammar
 from rollout.native_engine import NativeEngine
+from rollout.policy import Policy
 from rollout.proposer import Proposer
 from rollout.request import Mode
 from rollout.stop_text import Decode
@@ -89,27 +91,31 @@ def make_policy(
     )
 
 
+@lru_cache(maxsize=4)
+def find_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer, read once in a process; None for a folder without one."""
+    return read_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+
+
 def make_decode(spec: EngineSpec) -> Decode | None:
     """Ids to text for stop strings; None for a model folder without tokenizer."""
-    if not (Path(spec.model_folder) / "tokenizer.json").is_file():
+    tokenizer = find_tokenizer(Path(spec.model_folder))
+    if tokenizer is None:
         return None
-    tokenizer = read_tokenizer(Path(spec.model_folder))
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def num_ids(folder: Path) -> int:
     """Ids that stand for a token: a checkpoint's head may be padded beyond its tokenizer."""
-    vocab_size = read_config(folder).vocab_size
-    if not (folder / "tokenizer.json").is_file():
-        return vocab_size
-    return min(vocab_size, len(read_tokenizer(folder)))
+    vocab_size, tokenizer = read_config(folder).vocab_size, find_tokenizer(folder)
+    return vocab_size if tokenizer is None else min(vocab_size, len(tokenizer))
 
 
 def make_compile_grammar(spec: EngineSpec) -> CompileGrammar | None:
     """Grammars over the model's tokenizer; None for a folder without one. llguidance is loaded by
     the first request that brings a grammar, and asked for by name where it is not installed."""
     folder = Path(spec.model_folder)
-    if not (folder / "tokenizer.json").is_file():
+    if find_tokenizer(folder) is None:
         return None
 
     @lru_cache(maxsize=1)
@@ -124,12 +130,18 @@ def make_compile_grammar(spec: EngineSpec) -> CompileGrammar | None:
     return lambda grammar: grammars()(grammar)
 
 
-def make_engine(spec: EngineSpec) -> NativeEngine:
-    """The engine, still without weights."""
+def make_engine(
+    spec: EngineSpec,
+    *,
+    policy: Policy | None = None,
+    proposer: Proposer | None = None,
+    draft_len: DraftLen | None = None,
+) -> NativeEngine:
+    """The engine, still without weights; parts that are there already may be handed over."""
     return NativeEngine(
-        make_policy(spec),
-        make_proposer(spec),
-        make_draft_len(spec),
+        policy or make_policy(spec),
+        proposer or make_proposer(spec),
+        draft_len or make_draft_len(spec),
         mode=spec.mode,
         verification=spec.verification,
         decode=make_decode(spec),

@@ -36,6 +36,7 @@ from rollout.draft import NO_DRAFT, DenseLaw, Draft
 from rollout.draft_len import FixedDraftLen
 from rollout.draft_tree import grow_tree, most_probable
 from rollout.drafting import Drafting, sparse_law
+from rollout.engine import run_to_end
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
 from rollout.grammar import Grammar, named_grammars
 from rollout.law import TargetLaws
@@ -368,7 +369,7 @@ def examine(
             draws_for=lambda _: draws,
         )
         engine.load(target_table, version=0, digest="table")
-        samples = _finish(engine, requests)
+        samples = run_to_end(engine, requests, max_rounds=MAX_ROUNDS)
         outcome = tuple((sample.token_ids, sample.finish_reason) for sample in samples)
         for sample, row_outcome, law in zip(samples, outcome, exact):
             errors.append(_record_error(sample, law.get(row_outcome)))
@@ -404,17 +405,6 @@ def _request(index: int, prompt: Ids, sampling: SamplingParams, seed: int = 0) -
         sampling=sampling,
         run_seed=seed,
     )
-
-
-def _finish(engine: NativeEngine, requests: Sequence[RolloutRequest]) -> list[RolloutSample]:
-    """Runs the requests to their end; samples in the order of the requests."""
-    engine.submit(requests)
-    samples: dict[str, RolloutSample] = {}
-    for _ in range(MAX_ROUNDS):
-        samples |= {sample.request.id: sample for sample in engine.step()}
-        if not engine.num_unfinished:
-            return [samples[request.id] for request in requests]
-    raise AssertionError(f"the engine did not finish {len(requests)} requests")
 
 
 def _record_error(sample: RolloutSample, exact: "Exact | None") -> float:
@@ -579,7 +569,7 @@ def toy_tokens(
     engine.load(table, version=0, digest="table")
     sampling = SamplingParams(max_new_tokens=num_tokens, top_k=top_k)
     requests = [_request(i, (0,), sampling, SEED) for i in range(num_requests)]
-    return [sample.token_ids for sample in _finish(engine, requests)]
+    return [sample.token_ids for sample in run_to_end(engine, requests, max_rounds=MAX_ROUNDS)]
 
 
 def toy_findings(

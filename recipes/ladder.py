@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from actors.engine_spec import EngineSpec, make_decode, make_draft_len, make_policy, make_proposer
+from actors.engine_spec import EngineSpec, make_draft_len, make_engine, make_policy, make_proposer
 from proposers.history import HistoryProposer
 from quant.drift import Drift, measure_drift
 from quant.formats import FormatName
 from rollout.draft_len import FixedDraftLen
-from rollout.native_engine import NativeEngine
+from rollout.engine import run_to_end
 from rollout.packing import digest, pack
 from rollout.probe import DriftProbe
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
@@ -64,7 +64,6 @@ class Ladder:
         full_spec = replace(spec, format="none", mode="full")
         quant_spec = replace(spec, format=quantised, mode="quantised")
         self._specs = {"full precision": full_spec, "quantised": quant_spec}
-        self._decode = make_decode(spec)
         self._policies = {name: make_policy(s) for name, s in self._specs.items()}
         self._prepared: dict[str, Any] = {}
         self._drift: dict[str, float] = {}
@@ -117,22 +116,18 @@ class Ladder:
         if isinstance(proposer, HistoryProposer):
             for sample in self._history:
                 proposer.remember(sample.request.prompt_ids, sample.token_ids)
-        engine = NativeEngine(
-            self._policies[weights],
-            proposer,
-            self._draft_lens[weights] if speculative else FixedDraftLen(0),
-            mode=spec.mode,
-            decode=self._decode,
+        engine = make_engine(
+            spec,
+            policy=self._policies[weights],
+            proposer=proposer,
+            draft_len=self._draft_lens[weights] if speculative else FixedDraftLen(0),
         )
         prepared, name = self._prepared[weights]
         engine.load(prepared, version=0, digest=name)
         started = time.perf_counter()
-        engine.submit(requests)
-        samples: dict[str, RolloutSample] = {}
-        while engine.num_unfinished:
-            samples |= {sample.request.id: sample for sample in engine.step()}
+        samples = run_to_end(engine, requests)
         seconds = time.perf_counter() - started
-        return seconds, [samples[request.id] for request in requests]
+        return seconds, samples
 
     def _rung(
         self,

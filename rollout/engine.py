@@ -70,3 +70,19 @@ class Engine(Protocol):
         ...
 
     def gauges(self) -> Mapping[str, float]: ...
+
+
+def run_to_end(
+    engine: Engine, requests: Sequence[RolloutRequest], *, max_rounds: int | None = None
+) -> list[RolloutSample]:
+    """Submits to an idle engine and steps until it is idle again; samples in order of request.
+    An engine that needs more than `max_rounds` rounds has failed: AssertionError."""
+    engine.submit(requests)
+    samples: dict[str, RolloutSample] = {}
+    num_rounds = 0
+    while engine.num_unfinished:
+        if num_rounds == max_rounds:
+            raise AssertionError(f"the engine did not finish {len(requests)} requests")
+        samples |= {sample.request.id: sample for sample in engine.step()}
+        num_rounds += 1
+    return [samples[request.id] for request in requests]

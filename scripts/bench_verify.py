@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -31,8 +31,11 @@ from proposers.none import NoProposer
 from quant.formats import FORMATS
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_config, read_tokenizer, read_weights
-from rollout.draft import POINT_MASS, DenseLaw, Draft, DraftLaw, SparseLaw
+from rollout.draft import DenseLaw, Draft
 from rollout.draft_len import FixedDraftLen
+from rollout.draft_tree import most_probable
+from rollout.drafting import Drafting, sparse_law
+from rollout.engine import run_to_end
 from rollout.native_engine import NativeEngine
 from rollout.packing import pack
 from rollout.policy import Window
@@ -66,40 +69,31 @@ class TwinProposer(NoProposer):
         self._cached: dict[int, int] = {}
 
     def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
-        tokens = [list(row.token_ids) for row in rows]
-        laws: list[list[DraftLaw]] = [[] for _ in rows]
-        for _ in range(max(max_lens)):
-            probs = self._next_laws(rows, tokens)
-            for row, ids, drawn, law in zip(rows, tokens, laws, probs):
-                token, kind = self._draw(row, ids, law)
-                ids.append(token)
-                drawn.append(kind)
+        drafts = [Drafting(row, max_len) for row, max_len in zip(rows, max_lens)]
+        while growing := [(row, draft) for row, draft in zip(rows, drafts) if draft.room]:
+            for (_, draft), probs in zip(growing, self._next_laws(growing)):
+                self._extend(draft, probs)
         for row in rows:  # what was drafted may be refused
             self._cached[row.serial] = len(row.token_ids) - 1
             self._policy.truncate(row.slot or 0, len(row.token_ids) - 1)
-        return [
-            Draft(tuple(ids[len(row.token_ids) :]), tuple(drawn)).truncated(max_len)
-            for row, ids, drawn, max_len in zip(rows, tokens, laws, max_lens)
-        ]
+        return [draft.done() for draft in drafts]
 
-    def _next_laws(self, rows: Sequence[Row], tokens: Sequence[list[int]]) -> torch.Tensor:
+    def _next_laws(self, growing: Sequence[tuple[Row, Drafting]]) -> torch.Tensor:
         windows = []
-        for row, ids in zip(rows, tokens):
+        for row, draft in growing:
+            ids = (*row.token_ids, *draft.token_ids)
             start = self._cached.get(row.serial, 0)
-            windows.append(Window(row.slot or 0, start, tuple(ids[start:]), num_logits=1))
+            windows.append(Window(row.slot or 0, start, ids[start:], num_logits=1))
             self._cached[row.serial] = len(ids)
         return (self._policy.score(windows) / TWIN_TEMPERATURE).softmax(-1)  # [B, V]
 
-    def _draw(self, row: Row, ids: list[int], probs: torch.Tensor) -> tuple[int, DraftLaw]:
-        start, position = len(row.token_ids), len(ids)
+    def _extend(self, draft: Drafting, probs: torch.Tensor) -> None:
         if self._kind == "point":
-            return int(probs.argmax()), POINT_MASS
-        if self._kind == "dense":
-            return row.draws.draft(probs, start, position), DenseLaw(probs)
-        top = probs.topk(SPARSE_IDS)
-        weights = top.values / top.values.sum()
-        token = int(top.indices[row.draws.draft(weights, start, position)])
-        return token, SparseLaw(top.indices, weights)
+            draft.point(int(probs.argmax()))
+        elif self._kind == "dense":
+            draft.sample(DenseLaw(probs))
+        else:
+            draft.sample(sparse_law(dict(most_probable(probs, SPARSE_IDS))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +144,12 @@ class Bench:
         draft_len = FixedDraftLen(0 if kind == "none" else self._draft_len)
         engine = NativeEngine(target, proposer, draft_len)
         engine.load(self._weights, version=0, digest="bench")
-        limited = SamplingParams.from_json(
-            asdict(sampling) | {"max_new_tokens": num_tokens or self._num_tokens}
-        )
-        engine.submit(
-            [
-                RolloutRequest(str(i), "g", "p", i, self._ids, limited, run_seed=seed)
-                for i in range(self._num_rows)
-            ]
-        )
-        samples: dict[str, RolloutSample] = {}
-        while engine.num_unfinished:
-            samples |= {sample.request.id: sample for sample in engine.step()}
-        return engine, [samples[str(i)] for i in range(self._num_rows)]
+        limited = replace(sampling, max_new_tokens=num_tokens or self._num_tokens)
+        requests = [
+            RolloutRequest(str(i), "g", "p", i, self._ids, limited, run_seed=seed)
+            for i in range(self._num_rows)
+        ]
+        return engine, run_to_end(engine, requests)
 
     def check_exact(self) -> None:
         """Greedy rows with drafts of every kind equal plain ones."""
