@@ -32,8 +32,8 @@ class DraftLen(Protocol):
         """The lengths last chosen are nodes of trees, for proposers that can branch."""
         ...
 
-    def choose(self, rows: Sequence[Row]) -> list[int]:
-        """Drafted tokens a row, this round."""
+    def choose(self, rows: Sequence[Row], *, can_branch: bool = True) -> list[int]:
+        """Drafted tokens a row, this round; of chains only where the proposer cannot branch."""
         ...
 
     def observe(self, round_: "RoundCost") -> None: ...
@@ -64,7 +64,7 @@ class FixedDraftLen:
     draft_len: int
     branching: bool = False
 
-    def choose(self, rows: Sequence[Row]) -> list[int]:
+    def choose(self, rows: Sequence[Row], *, can_branch: bool = True) -> list[int]:
         return [self.draft_len] * len(rows)
 
     def observe(self, round_: RoundCost) -> None:
@@ -107,16 +107,12 @@ class AdaptiveDraftLen:
     def branching(self) -> bool:
         return self._branching
 
-    def chains_only(self) -> None:
-        """The proposer cannot branch."""
-        self._trees.nodes = 0
-
-    def choose(self, rows: Sequence[Row]) -> list[int]:
+    def choose(self, rows: Sequence[Row], *, can_branch: bool = True) -> list[int]:
         self._branching = False
         if not rows or not self.max_len:
             return [0] * len(rows)
         best = self.best_len(len(rows))
-        if best and self._cost.known and self._trees.nodes:
+        if best and self._cost.known and self._trees.nodes and can_branch:
             chain_rate = self._chain_rate(best, len(rows))
             self._branching = self._trees.pays(len(rows), self._cost, chain_rate)
             if self._branching:

@@ -18,7 +18,7 @@ import torch
 from rollout.admission import check_request
 from rollout.conditions import Condition, checked_mask
 from rollout.draft import NO_DRAFT, Draft, check_draft
-from rollout.draft_len import AdaptiveDraftLen, DraftLen, RoundCost
+from rollout.draft_len import DraftLen, RoundCost
 from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
 from rollout.grammar import CompileGrammar, MaskProvider
@@ -78,8 +78,6 @@ class NativeEngine:
         draws_for: Callable[[RolloutRequest], Draws] = seeded_draws,
     ) -> None:
         self.policy, self.proposer, self.draft_len = policy, proposer, draft_len
-        if isinstance(draft_len, AdaptiveDraftLen) and not isinstance(proposer, TreeProposer):
-            draft_len.chains_only()
         self.verification = verification
         self._num_ids = policy.vocab_size if num_ids is None else num_ids
         self.version: int | None = None
@@ -116,24 +114,25 @@ class NativeEngine:
     def check(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises InvalidRequest for the first request that cannot be served."""
         for request in requests:
-            check_request(request, self.limits)
-            self._mask(request)
+            self._checked(request)
 
-    def _mask(self, request: RolloutRequest) -> MaskProvider | None:
+    def _checked(self, request: RolloutRequest) -> MaskProvider | None:
+        """The masks of its grammar, for a request that can be served."""
+        check_request(request, self.limits)
         grammar = request.sampling.grammar
         if grammar is None or self._compile_grammar is None:
             return None
         return checked_mask(self._compile_grammar(grammar), self.policy.vocab_size)
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        self.check(requests)
-        for request in requests:
+        masks = [self._checked(request) for request in requests]
+        for request, mask in zip(requests, masks):
             row = Row(
                 request,
                 self._draws_for(request),
                 context_len=self.policy.context_len,
                 decode=self._decode,
-                mask=self._mask(request),
+                mask=mask,
             )
             if row.remaining_len <= 0:
                 row.finish("length", "max_new_tokens")
@@ -189,7 +188,8 @@ class NativeEngine:
             with self._timed("prefill"):
                 prefilled = self._share_prompts(rows)
             with self._timed("propose"):
-                asked = self.draft_len.choose(rows)
+                can_branch = isinstance(self.proposer, TreeProposer)
+                asked = self.draft_len.choose(rows, can_branch=can_branch)
                 drafts = self._propose(rows, asked)
             with self._timed("score"):
                 windows = [self._window(row, draft) for row, draft in zip(rows, drafts)]
