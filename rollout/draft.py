@@ -84,15 +84,6 @@ class Draft:
         """Every token is a point mass."""
         return all(isinstance(law, PointMass) for law in self.laws)
 
-    def path_len(self, node: int) -> int:
-        """Tokens from the root to a node, itself included."""
-        if self.parents is None:
-            return node + 1
-        length = 0
-        while node >= 0:
-            node, length = self.parents[node], length + 1
-        return length
-
     def truncated(self, max_len: int) -> "Draft":
         """The first `max_len` tokens. Exact for any length that does not look at the tokens cut."""
         if len(self) <= max_len:

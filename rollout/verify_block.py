@@ -29,7 +29,7 @@ from rollout.draft import DenseLaw, Draft, PointMass
 from rollout.law import TargetLaws
 from rollout.streams import Draws
 from rollout.verdict import Foretold, Verdict
-from rollout.verify_positions import draw_residual, law_prob
+from rollout.verify_positions import draw_residual, law_prob, residual
 
 
 def verify_block(
@@ -123,11 +123,8 @@ class _Block:
         weights = self._laws.probs(self._first + length) * math.exp(self._log_r[length])
         if isinstance(law, PointMass):
             weights[self.draft.token_ids[length]] = 0.0  # r p <= 1 = q
-        elif isinstance(law, DenseLaw):
-            weights = weights.sub_(law.probs).clamp_(min=0)
-        else:
-            weights[law.ids] = (weights[law.ids] - law.probs.to(weights.dtype)).clamp(min=0)
-        return weights
+            return weights
+        return residual(weights, law)
 
     def foretold(self) -> Foretold:
         """The expectation of the module's text; looks at every position."""

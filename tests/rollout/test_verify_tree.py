@@ -188,10 +188,16 @@ def test_equal_tokens_below_different_nodes_are_no_siblings() -> None:
     check_draft(Draft.tree((0, 1, 0, 0), (-1, -1, 0, 1)), V)
 
 
+def path_len(tree: Draft, node: int) -> int:
+    """Tokens from the root to a node, itself included."""
+    assert tree.parents is not None
+    return 1 if tree.parents[node] < 0 else 1 + path_len(tree, tree.parents[node])
+
+
 def test_a_tree_cut_short_is_a_tree() -> None:
     cut = TREE.truncated(2)
     assert (cut.token_ids, cut.parents) == ((0, 1), (-1, -1))
-    assert [TREE.path_len(node) for node in range(3)] == [1, 1, 2]
+    assert [path_len(TREE, node) for node in range(3)] == [1, 1, 2]
 
 
 # ---- growing ------------------------------------------------------------------------------
@@ -212,7 +218,7 @@ def test_the_most_probable_paths_come_first() -> None:
 def test_a_tree_has_at_most_the_nodes_and_levels_asked_for(max_nodes: int, num: int) -> None:
     # 2 + 4 nodes on two levels
     tree = grow_tree(0, estimates((0.6, 0.4), (0.6, 0.4)), max_nodes=max_nodes, max_depth=2)
-    assert len(tree) == num and all(tree.path_len(node) <= 2 for node in range(num))
+    assert len(tree) == num and all(path_len(tree, node) <= 2 for node in range(num))
     check_draft(tree, V)
 
 
