@@ -173,6 +173,15 @@ def test_what_is_left_for_the_correction_is_chained() -> None:
     assert block.accept_prob(2) == pytest.approx(0.5 * 0.2 / 0.7)  # h_2 = r_2
 
 
+def test_what_lies_behind_a_token_of_probability_0_is_not_worked_out() -> None:
+    # top-k 1 leaves token 0 only: the draft of 1 is refused, and no filter runs behind it
+    draft = Draft((1, 0, 0), (DenseLaw(row((0.2, 0.6, 0.2))),) * 3)
+    laws = behind(fixed((0.5, 0.3, 0.2)), (1, 0, 0), SamplingParams(top_k=1))
+    verdict = verify(laws, 0, draft, FixedUniforms(0.5), START)
+    assert (verdict.accepted, verdict.next_token) == ((), 0)
+    assert laws._due == {1, 2, 3}
+
+
 # ---- never below the rule by positions ----------------------------------------------------
 
 
