@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,12 +22,15 @@ import rollout.verify_block
 import rollout.verify_positions
 from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
+from proposers.none import NoProposer
 from rollout.conditions import Condition, Conditions
-from rollout.draft import Draft
+from rollout.draft import DenseLaw, Draft
+from rollout.drafting import Drafting
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
 from rollout.grammar import Grammar
 from rollout.law import TargetLaws
 from rollout.proposer import Proposer
+from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.streams import Draws
 from rollout.table_policy import Table, random_table
@@ -359,6 +363,57 @@ BLOCK_FAULTS: dict[str, tuple[Any, str, Any]] = {
     "residual of one position": (_Block, "excess", one_position_excess),
     "q reported is not q drawn": (rollout.verify_block, "law_prob", lambda law, token: 0.5),
 }
+
+
+class Mixtures(NoProposer):
+    """One law a position: a share of a named token, the rest of a table's law, and shares that change
+    with the position from none to all. `reported` is what is handed over for the law drawn from."""
+
+    SHARES = (0.4, 0.0, 1.0, 0.75)
+
+    def __init__(self, reported: Callable[[torch.Tensor, int], torch.Tensor] = lambda q, _: q):
+        self._reported = reported
+
+    def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
+        return [self._draft(row, max_len) for row, max_len in zip(rows, max_lens)]
+
+    def _draft(self, row: Row, max_len: int) -> Draft:
+        drafting = Drafting(row, max_len)
+        named: list[int] = []
+        drawn: list[torch.Tensor] = []
+        while drafting.room:
+            tokens = (*row.token_ids, *drafting.token_ids)
+            share, probs = self.SHARES[len(tokens) % 4], DRAFT(tokens).softmax(-1)
+            named.append((tokens[-1] + 1) % V)
+            law = (1 - share) * probs
+            law[named[-1]] += share
+            drafting.sample(DenseLaw(law))
+            drawn.append(law)
+        made = drafting.done()
+        return Draft(made.token_ids, tuple(map(DenseLaw, map(self._reported, drawn, named))))
+
+
+@pytest.mark.parametrize("rule", ["block", "position"])
+@pytest.mark.parametrize("name", ["plain", "all filters", "everything"])
+@pytest.mark.parametrize("draft_len", [2, 3])
+def test_mixtures_that_change_by_position_leave_the_law_alone(
+    name: str, rule: Rule, draft_len: int
+) -> None:
+    whole = replace(LAWS[name], max_new_tokens=draft_len + 1)  # the draft and its bonus
+    assert error(enumerated(Mixtures, whole, draft_len, rule=rule), whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("rule", ["block", "position"])
+def test_a_mixture_reported_as_its_model_alone_is_seen(rule: Rule) -> None:
+    """Negative control: half of the named token's mass is kept from the law handed over."""
+
+    def halved(q: torch.Tensor, named: int) -> torch.Tensor:
+        reported = q.clone()
+        reported[named] /= 2
+        return reported / reported.sum()
+
+    law = enumerated(lambda: Mixtures(halved), LAWS["plain"], rule=rule)
+    assert error(law, LAWS["plain"]) > 0.01
 
 
 @pytest.mark.parametrize("fault", POSITION_FAULTS)
