@@ -15,6 +15,7 @@ import argparse
 import difflib
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -135,7 +136,8 @@ def audit(plan: AuditPlan, console: Console | None = None) -> Certificate:
     prompts = default_prompts(plan.spec.model_folder)
     level = FALSE_ALARM_RATE / NUM_TESTS
     with tell.part("enumerating joint laws"):
-        cells = audit_grid(thorough=plan.thorough, on_cell=tell.cell)
+        cores = len(os.sched_getaffinity(0))
+        cells = audit_grid(thorough=plan.thorough, processes=cores, on_cell=tell.cell)
         streams = audit_streams(level=level)
     with tell.part("planting faults"):
         controls = run_controls(on_control=tell.control)

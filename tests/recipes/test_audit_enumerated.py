@@ -179,7 +179,7 @@ def test_every_cell_is_told_of_when_it_is_done(monkeypatch: pytest.MonkeyPatch) 
     cases = [Case("ngram", "plain"), Case("none", "greedy")]
     monkeypatch.setattr(audit, "grid", lambda thorough: cases)
     told: list[Cell] = []
-    cells = audit.audit_grid(on_cell=told.append)
+    cells = audit.audit_grid(processes=2, on_cell=told.append)
     assert told == cells and [cell.law for cell in cells] == ["plain", "greedy"]
     assert [cell.rule for cell in cells] == ["points", "points"]
 
