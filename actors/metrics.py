@@ -13,7 +13,7 @@ from rollout.ledger import Ledger
 from rollout.request import SpecCounters
 from rollout.watch import acceptance_p_value, alarm, pit_p_value
 
-PHASES = ("prefill", "propose", "score", "verify", "commit")
+PHASES = ("plan", "propose", "score", "verify", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def metrics_row(before: ClusterSnapshot, now: ClusterSnapshot) -> dict[str, floa
     _ratio(row, "spec/time/propose_share", phases["propose"], total)
     _ratio(row, "spec/time/verify_share", phases["score"] + phases["verify"], total)
     _ratio(row, "spec/time/commit_share", phases["commit"], total)
-    _ratio(row, "spec/time/other_share", phases["prefill"], total)
+    _ratio(row, "spec/time/other_share", phases["plan"], total)
     ages = {a: n - before.ages.get(a, 0) for a, n in now.ages.items()}
     ages = {age: num for age, num in ages.items() if num}
     _ratio(row, "staleness/mean", sum(age * n for age, n in ages.items()), sum(ages.values()))

@@ -1,13 +1,12 @@
 """The native engine: rounds of draft, score, verify, commit over a ragged batch of rows.
 
 Continuous batching over the policy's cache slots: a row that ends frees its slot for the next round.
-A prompt is prefilled once for all rows that share it (a group, or a later sample of the same prompt
-whose slot still holds it) and copied to their slots. Weights change between rounds only, so every
-token has exactly one version: that of the weights whose forward verified it.
+Each round is one forward: the windows of the rows that decode and chunks of the prompts of others
+(`rollout.scheduler`). Weights change between rounds only, so every token has exactly one version: that
+of the weights whose forward verified it.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,15 +27,12 @@ from rollout.proposer import Proposer, TreeProposer
 from rollout.request import Mode, RolloutRequest, RolloutSample, SpecCounters
 from rollout.row import Row
 from rollout.sampling import SamplingParams
+from rollout.scheduler import MAX_ROUND_TOKENS, Scheduler, slot_of
 from rollout.stop_text import Decode
 from rollout.streams import Draws, SeededDraws
 from rollout.verdict import Verdict
 from rollout.verify import Rule, verify
 from rollout.watch import PIT_BINS, foretells, looks_at, pit_bin
-
-MAX_PREFILL_TOKENS = 2048
-"""Tokens of prompts and re-prefills run in one forward; bounds its activations."""
-
 
 NO_CONDITION = Condition(SamplingParams())
 
@@ -61,7 +57,7 @@ class NativeEngine:
     """Policy + proposer + verification + draft length; see `rollout.engine.Engine`.
 
     `num_ids`: ids that stand for a token; logits behind them are padding and never emitted. None
-    takes all.
+    takes all. `max_round_tokens`: tokens of one forward, as far as `rollout.scheduler` can keep to it.
     """
 
     def __init__(
@@ -75,6 +71,7 @@ class NativeEngine:
         decode: Decode | None = None,
         compile_grammar: CompileGrammar | None = None,
         num_ids: int | None = None,
+        max_round_tokens: int = MAX_ROUND_TOKENS,
         draws_for: Callable[[RolloutRequest], Draws] = seeded_draws,
     ) -> None:
         self.policy, self.proposer, self.draft_len = policy, proposer, draft_len
@@ -83,16 +80,12 @@ class NativeEngine:
         self.version: int | None = None
         self._digest, self._mode = "", mode
         self._decode, self._compile_grammar, self._draws_for = decode, compile_grammar, draws_for
-        self._waiting: deque[Row] = deque()
-        self._live: list[Row] = []
+        self._scheduler = Scheduler(policy, max_round_tokens)
         self._ended: list[Row] = []
-        self._cached: list[list[int]] = [[] for _ in range(policy.num_slots)]
         self._due: _Load | None = None
         self._finished_counters = SpecCounters()
-        self._seconds = dict.fromkeys(("prefill", "propose", "score", "verify", "commit"), 0.0)
-        self._counts = dict.fromkeys(
-            ("rounds", "prefill_tokens", "refill_tokens", "forked_tokens", "samples"), 0
-        )
+        self._seconds = dict.fromkeys(("plan", "propose", "score", "verify", "commit"), 0.0)
+        self._counts = {"rounds": 0, "samples": 0}
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -109,7 +102,8 @@ class NativeEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._live) + len(self._ended)
+        scheduler = self._scheduler
+        return len(scheduler.waiting) + len(scheduler.live) + len(self._ended)
 
     def check(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises InvalidRequest for the first request that cannot be served."""
@@ -138,16 +132,14 @@ class NativeEngine:
                 row.finish("length", "max_new_tokens")
                 self._ended.append(row)
             else:
-                self._waiting.append(row)
+                self._scheduler.waiting.append(row)
 
     def abort(self, request_ids: Sequence[str]) -> list[RolloutSample]:
         named = set(request_ids)
-        rows = [row for row in (*self._waiting, *self._live) if row.request.id in named]
-        for row in rows:
-            row.finish("abort", "by request")
-        self._waiting = deque(row for row in self._waiting if not row.done)
-        self._live = [row for row in self._live if not row.done]
-        return [self._retire(row) for row in rows]
+        for row in (*self._scheduler.waiting, *self._scheduler.live):
+            if row.request.id in named:
+                row.finish("abort", "by request")
+        return [self._retire(row) for row in self._scheduler.take_ended()]
 
     # ---- weights --------------------------------------------------------------------------
 
@@ -166,126 +158,73 @@ class NativeEngine:
 
     def _swap_if_due(self) -> None:
         due = self._due
-        if due is None or (due.in_flight == "finish" and self._live):
+        if due is None or (due.in_flight == "finish" and self._scheduler.begun):
             return
         self.policy.swap(due.prepared)
-        self._cached = [[] for _ in range(self.policy.num_slots)]
+        self._scheduler.void()
         self.version, self._digest, self._due = due.version, due.digest, None
         self.proposer.publish(due.version)
         if due.in_flight == "abort":
-            for row in self._live:
+            for row in self._scheduler.begun:
                 row.finish("abort", f"weights changed to version {due.version}")
-            self._ended += self._live
-            self._live = []
+            self._ended += self._scheduler.take_ended()
 
     # ---- the round ------------------------------------------------------------------------
 
     def step(self) -> list[RolloutSample]:
         self._swap_if_due()
-        self._admit()
-        if rows := self._live:
+        if self.version is not None:
+            self._scheduler.admit(begun_only=self.load_is_due)
+        if live := self._scheduler.live:
             started = time.perf_counter()
-            with self._timed("prefill"):
-                prefilled = self._share_prompts(rows)
+            with self._timed("plan"):
+                asked = self.draft_len.choose(live, can_branch=self._can_branch)
+                plan = self._scheduler.plan(self._max_lens(live, asked), trees=self._branches)
+                rows = plan.rows
             with self._timed("propose"):
-                can_branch = isinstance(self.proposer, TreeProposer)
-                asked = self.draft_len.choose(rows, can_branch=can_branch)
-                drafts = self._propose(rows, asked)
+                drafts = self._propose(rows, plan.max_lens)
             with self._timed("score"):
                 windows = [self._window(row, draft) for row, draft in zip(rows, drafts)]
-                logits = self.policy.score(windows)  # [N, V]
-            with self._timed("verify"):
-                laws = self._laws(logits, rows, drafts)
-                verdicts = self._verify(rows, drafts, laws)
-            with self._timed("commit"):
-                self._commit(rows, drafts, windows, laws, verdicts)
-                self.proposer.observe(rows)
+                logits = self.policy.score([*windows, *plan.chunks])  # [N, V]
+                for chunk in plan.chunks:
+                    self._scheduler.cache(chunk.slot, chunk.token_ids)
             self._counts["rounds"] += 1
-            self.draft_len.observe(
-                _round_cost(started, windows, asked, drafts, verdicts, prefilled)
-            )
+            if rows:
+                with self._timed("verify"):
+                    laws = self._laws(logits, rows, drafts)
+                    verdicts = self._verify(rows, drafts, laws)
+                with self._timed("commit"):
+                    self._commit(rows, drafts, windows, laws, verdicts)
+                    self.proposer.observe(rows)
+                self.draft_len.observe(
+                    _round_cost(started, windows, asked, drafts, verdicts, plan.chunks)
+                )
         return self._drain()
 
-    def _admit(self) -> None:
-        """Fills free slots in order of submission, preferring one that holds the prompt already."""
-        if self.version is None or self._due is not None:
-            return
-        taken = {row.slot for row in self._live}
-        free = [slot for slot in range(self.policy.num_slots) if slot not in taken]
-        while free and self._waiting:
-            row = self._waiting.popleft()
-            slot = next((s for s in free if self._holds_prompt(s, row)), free[0])
-            free.remove(slot)
-            if self._holds_prompt(slot, row):
-                self._forget(slot, row.prompt_len - 1)  # what the row before it added
-            row.admitted(slot)
-            self._live.append(row)
+    @property
+    def _can_branch(self) -> bool:
+        return isinstance(self.proposer, TreeProposer)
 
-    def _holds_prompt(self, slot: int, row: Row) -> bool:
-        """All but the last prompt token are cached; the last is scored with the first round."""
-        shared = row.prompt_len - 1
-        return self._cached[slot][:shared] == row.token_ids[:shared]
+    @property
+    def _branches(self) -> bool:
+        """The drafts of this round are trees."""
+        return self.draft_len.branching and self._can_branch
 
-    def _share_prompts(self, rows: Sequence[Row]) -> int:
-        """Brings every row's prompt into its slot, running each distinct prompt at most once.
-        Returns how many tokens were run."""
-        cold = [row for row in rows if not self._holds_prompt(_slot(row), row)]
-        leaders: dict[tuple[int, ...], Row] = {}
-        for row in cold:
-            self._forget(_slot(row), 0)
-            donors = (s for s in range(self.policy.num_slots) if self._holds_prompt(s, row))
-            if (donor := next(donors, None)) is not None:
-                self._fork(donor, row)
-            else:
-                leaders.setdefault(row.request.prompt_ids, row)
-        wanted = [(row, row.prompt_len - 1) for row in leaders.values()]
-        num_tokens = self._prefill(wanted, "prefill_tokens")
-        for row in cold:
-            if not self._holds_prompt(_slot(row), row):
-                self._fork(_slot(leaders[row.request.prompt_ids]), row)
-        # Rows that were interrupted run what they had emitted, all but the last token, once more.
-        emitted = [(row, len(row.token_ids) - 1) for row in rows]
-        return num_tokens + self._prefill(emitted, "refill_tokens")
+    def _max_lens(self, rows: Sequence[Row], asked: Sequence[int]) -> list[int]:
+        """The longest draft of each row that leaves room for the token after it."""
+        if not self._branches:
+            return [min(k, _max_depth(row)) for k, row in zip(asked, rows, strict=True)]
+        room = [self.policy.context_len - len(row.token_ids) for row in rows]
+        return [min(k, r) if _max_depth(row) else 0 for k, r, row in zip(asked, room, rows)]
 
-    def _prefill(self, wanted: Sequence[tuple[Row, int]], counted_as: str) -> int:
-        """Caches each row's tokens up to a length, MAX_PREFILL_TOKENS a forward; tokens run."""
-        windows: list[Window] = []
-        num_tokens, room = 0, MAX_PREFILL_TOKENS
-        for row, length in wanted:
-            cached = self._cached[_slot(row)]
-            while len(cached) < length:
-                ids = tuple(row.token_ids[len(cached) : min(length, len(cached) + room)])
-                windows.append(Window(_slot(row), len(cached), ids, num_logits=0))
-                cached += ids
-                num_tokens += len(ids)
-                room -= len(ids)
-                if not room:
-                    self.policy.score(windows)
-                    windows, room = [], MAX_PREFILL_TOKENS
-        if windows:
-            self.policy.score(windows)
-        self._counts[counted_as] += num_tokens
-        return num_tokens
-
-    def _fork(self, source: int, row: Row) -> None:
-        shared = row.prompt_len - 1
-        self.policy.fork(source, _slot(row), shared)
-        self._cached[_slot(row)] = row.token_ids[:shared]
-        self._counts["forked_tokens"] += shared
-
-    def _propose(self, rows: Sequence[Row], asked: Sequence[int]) -> list[Draft]:
-        """Drafts that leave room for the token after them; a row's bad draft ends that row only."""
-        depths = [max(0, row.remaining_len - 1) for row in rows]
-        if self.draft_len.branching and isinstance(self.proposer, TreeProposer):
-            room = [self.policy.context_len - len(row.token_ids) for row in rows]
-            max_lens = [min(k, r) if depth else 0 for k, r, depth in zip(asked, room, depths)]
-            if not any(max_lens):
-                return [NO_DRAFT] * len(rows)
+    def _propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
+        """Drafts of up to the given lengths; a row's bad draft ends that row only."""
+        if not any(max_lens):
+            return [NO_DRAFT] * len(rows)
+        if self._branches and isinstance(self.proposer, TreeProposer):
+            depths = [_max_depth(row) for row in rows]
             proposed = self.proposer.propose_trees(rows, max_lens, depths)
         else:
-            max_lens = [min(k, depth) for k, depth in zip(asked, depths)]
-            if not any(max_lens):
-                return [NO_DRAFT] * len(rows)
             proposed = self.proposer.propose(rows, max_lens)
         drafts = []
         for row, draft, max_len in zip(rows, proposed, max_lens, strict=True):
@@ -301,14 +240,14 @@ class NativeEngine:
 
     def _window(self, row: Row, draft: Draft) -> Window:
         """The row's tokens that are not cached yet, then the draft."""
-        start = len(self._cached[_slot(row)])
+        start = self._scheduler.num_cached(row)
         ids = (*row.token_ids[start:], *draft.token_ids)
         num_pending = len(ids) - len(draft)
         parents = None
         if draft.parents is not None:  # relative to the window; the root is the last pending token
             nodes = (parent + num_pending for parent in draft.parents)
             parents = (*range(-1, num_pending - 1), *nodes)
-        return Window(_slot(row), start, ids, num_logits=1 + len(draft), parents=parents)
+        return Window(slot_of(row), start, ids, num_logits=1 + len(draft), parents=parents)
 
     def _laws(
         self, logits: torch.Tensor, rows: Sequence[Row], drafts: Sequence[Draft]
@@ -372,7 +311,7 @@ class NativeEngine:
         at = 0
         for row, draft, window, verdict in zip(rows, drafts, windows, verdicts):
             if verdict is None:
-                self._forget(_slot(row), 0)
+                self._scheduler.truncate(slot_of(row), 0)
                 continue
             part = slice(at, at + verdict.accepted_len + 1)
             num = row.emit(draft, verdict, logprobs[part], full[part], kept[part], self.version)
@@ -380,8 +319,7 @@ class NativeEngine:
             self._look_at(row, laws, indices[at : at + num])
             self._keep(row, draft, window, verdict)
             at = part.stop
-        self._ended += [row for row in rows if row.done]
-        self._live = [row for row in rows if not row.done]
+        self._ended += self._scheduler.take_ended()
 
     def _look_at(self, row: Row, laws: TargetLaws, indices: Sequence[int]) -> None:
         """Counts where some of the tokens just emitted fell in their laws (`rollout.watch`)."""
@@ -397,17 +335,13 @@ class NativeEngine:
 
     def _keep(self, row: Row, draft: Draft, window: Window, verdict: Verdict) -> None:
         """Rolls the row's cache back to what was accepted."""
-        slot, num_pending = _slot(row), len(window.token_ids) - len(draft)
+        num_pending = len(window.token_ids) - len(draft)
         kept = (*range(num_pending), *(num_pending + node for node in verdict.accepted))
-        self._cached[slot] += [window.token_ids[index] for index in kept]
         if draft.parents is not None:
-            self.policy.compact(slot, window.start, kept)
-        elif verdict.accepted_len < len(draft):
-            self.policy.truncate(slot, window.start + len(kept))
-
-    def _forget(self, slot: int, length: int) -> None:
-        self.policy.truncate(slot, length)
-        del self._cached[slot][length:]
+            self.policy.compact(window.slot, window.start, kept)
+        else:  # also without a refusal: the draft may be shorter than the room made for it
+            self.policy.truncate(window.slot, window.start + len(kept))
+        self._scheduler.cache(window.slot, [window.token_ids[index] for index in kept])
 
     # ---- results --------------------------------------------------------------------------
 
@@ -430,24 +364,25 @@ class NativeEngine:
     def counters(self) -> SpecCounters:
         """Speculation counts of everything this engine has emitted so far."""
         total = SpecCounters()
-        for counters in (self._finished_counters, *(row.counters for row in self._live)):
+        for counters in (self._finished_counters, *(row.counters for row in self._scheduler.begun)):
             total.add(counters)
         return total
 
     def gauges(self) -> Mapping[str, float]:
         """Lifetime sums (seconds by phase, counts) and current occupancy."""
+        counts = self._counts | self._scheduler.counts
         return {
             **{f"seconds/{phase}": seconds for phase, seconds in self._seconds.items()},
-            **{f"count/{name}": float(count) for name, count in self._counts.items()},
-            "rows/live": float(len(self._live)),
-            "rows/waiting": float(len(self._waiting)),
+            **{f"count/{name}": float(count) for name, count in counts.items()},
+            "rows/live": float(len(self._scheduler.live)),
+            "rows/waiting": float(len(self._scheduler.waiting)),
             **self.proposer.gauges(),
         }
 
 
-def _slot(row: Row) -> int:
-    assert row.slot is not None, "a live row has a slot"
-    return row.slot
+def _max_depth(row: Row) -> int:
+    """Drafted tokens that can be emitted and followed by one more."""
+    return max(0, row.remaining_len - 1)
 
 
 def _until_stop(draft: Draft, row: Row) -> Draft:
@@ -465,15 +400,15 @@ def _round_cost(
     asked: Sequence[int],
     drafts: Sequence[Draft],
     verdicts: Sequence[Verdict | None],
-    prefilled: int,
+    chunks: Sequence[Window],
 ) -> RoundCost:
-    scored = sum(len(window.token_ids) for window in windows)
+    scored = sum(len(window.token_ids) for window in (*windows, *chunks))
     return RoundCost(
         seconds=time.perf_counter() - started,
         num_rows=len(windows),
         asked_len=max(asked, default=0),
-        scored_tokens=scored + prefilled,
-        plain_tokens=scored == sum(w.num_logits for w in windows) and not prefilled,
+        scored_tokens=scored,
+        plain_tokens=scored == sum(window.num_logits for window in windows),
         drafted=tuple(len(draft) for draft in drafts),
         accepted=tuple(verdict.accepted_len if verdict else 0 for verdict in verdicts),
         branched=any(draft.parents is not None for draft in drafts),

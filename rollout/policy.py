@@ -68,6 +68,9 @@ class Policy(Protocol):
     A slot has `context_len` cache entries and a token takes one each, also a token of a tree. So a
     tree can have more tokens than positions are left: the caller keeps start + len(token_ids) <=
     context_len for every window, whatever its shape. Positions, start + depth, are then in range.
+
+    The cache may have room for fewer entries than all slots together could use, but always for the
+    `context_len` of one slot. The caller asks `grow` before a window is run.
     """
 
     vocab_size: int
@@ -83,20 +86,28 @@ class Policy(Protocol):
         `compact`, or `truncate` to its start, before the slot is scored again."""
         ...
 
+    def grow(self, slot: int, length: int) -> bool:
+        """Makes sure that a slot can hold `length` entries. False when the cache has no room for
+        that; nothing has changed then."""
+        ...
+
     def truncate(self, slot: int, length: int) -> None:
-        """Forgets what slot `slot` caches from position `length` on."""
+        """Forgets what slot `slot` caches from position `length` on, and gives back the room that
+        `grow` had made there."""
         ...
 
     def compact(self, slot: int, start: int, kept: Sequence[int]) -> None:
         """Keeps a path of a tree: of the entries from `start` on, those at start + kept[0],
-        start + kept[1], ... move to start, start + 1, ...; the others are forgotten.
+        start + kept[1], ... move to start, start + 1, ...; the others are forgotten and their room
+        is given back.
 
         `kept` is strictly increasing. It is a path from the root, so the token of depth d comes to
         lie at entry start + d, the position it was run at."""
         ...
 
     def fork(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` cached positions of one slot to another."""
+        """Copies the first `length` cached positions of one slot to another, in place of what that
+        held. It takes no room: where room is short, the two share these entries."""
         ...
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> Any:
@@ -104,7 +115,7 @@ class Policy(Protocol):
         ...
 
     def swap(self, prepared: Any) -> None:
-        """Puts prepared weights in force; every cached position is void afterwards."""
+        """Puts prepared weights in force; every cached position is void afterwards, its room free."""
         ...
 
 

@@ -51,7 +51,8 @@ class Row:
         self._spans: list[tuple[int, int]] = []
         stops = request.sampling.stop_strings
         self._stop_text = StopText(stops, decode) if stops and decode else None
-        self._submitted_s = self._admitted_s = time.monotonic()
+        self._submitted_s = time.monotonic()
+        self._admitted_s: float | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -70,8 +71,19 @@ class Row:
     def done(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def begun(self) -> bool:
+        """It has been in a slot."""
+        return self._admitted_s is not None
+
     def admitted(self, slot: int) -> None:
-        self.slot, self._admitted_s = slot, time.monotonic()
+        self.slot = slot
+        if self._admitted_s is None:
+            self._admitted_s = time.monotonic()
+
+    def preempted(self) -> None:
+        """Gives up the slot; what was emitted stays."""
+        self.slot = None
 
     def emit(
         self,
@@ -146,6 +158,7 @@ class Row:
     def sample(self, mode: Mode) -> RolloutSample:
         assert self.finish_reason is not None, "a row has a sample once it is finished"
         now = time.monotonic()
+        admitted_s = now if self._admitted_s is None else self._admitted_s
         return RolloutSample(
             request=self.request,
             token_ids=tuple(self.token_ids[self.prompt_len :]),
@@ -158,5 +171,5 @@ class Row:
             mode=mode,
             weights_digest=self.weights_digest,
             counters=self.counters,
-            timings=Timings(self._admitted_s - self._submitted_s, now - self._admitted_s),
+            timings=Timings(admitted_s - self._submitted_s, now - admitted_s),
         )

@@ -1,7 +1,8 @@
 """A policy whose law is known: logits looked up by the tokens so far.
 
 As good a policy as the transformer for everything but speed: it keeps a cache a slot and predicts
-from that cache alone, so a rollback, fork or slot fault changes its answers.
+from that cache alone, so a rollback, fork or slot fault changes its answers. With a cap on what is
+cached it keeps account as a paged cache does whose pages hold one entry each.
 """
 
 import itertools
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rollout.errors import InvalidWeights
+from rollout.errors import InvalidConfig, InvalidWeights
 from rollout.policy import Window, num_in_place
 
 Table = Callable[[tuple[int, ...]], torch.Tensor]
@@ -17,14 +18,41 @@ Table = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 class TablePolicy:
-    """Float64 logits from a table; `load` takes {"logits": [num_contexts, V]} for Markov tables."""
+    """Float64 logits from a table; `load` takes {"logits": [num_contexts, V]} for Markov tables.
+
+    `max_cached_tokens`: entries of all slots together, those that forks share counted once; None
+    lets every slot have `context_len`.
+    """
 
     def __init__(
-        self, table: Table, *, vocab_size: int, context_len: int = 64, num_slots: int = 8
+        self,
+        table: Table,
+        *,
+        vocab_size: int,
+        context_len: int = 64,
+        num_slots: int = 8,
+        max_cached_tokens: int | None = None,
     ) -> None:
+        if max_cached_tokens is not None and max_cached_tokens < context_len:
+            raise InvalidConfig(
+                f"max_cached_tokens={max_cached_tokens} is less than context_len={context_len}, so "
+                "a row may not fit; raise max_cached_tokens or lower context_len"
+            )
         self.vocab_size, self.context_len, self.num_slots = vocab_size, context_len, num_slots
+        self.max_cached_tokens = max_cached_tokens
         self._table = table
-        self._cached: list[list[int]] = [[] for _ in range(num_slots)]
+        self._fresh = itertools.count()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._cached: list[list[int]] = [[] for _ in range(self.num_slots)]
+        self._entries: list[list[int]] = [[] for _ in range(self.num_slots)]
+        """Names of the entries that each slot has room in; the same name in two slots is shared."""
+
+    @property
+    def num_entries(self) -> int:
+        """Entries in use under a cap."""
+        return len(set().union(*self._entries))
 
     def score(self, windows: Sequence[Window]) -> torch.Tensor:
         logits = []
@@ -34,6 +62,9 @@ class TablePolicy:
             num = len(window.token_ids)
             end = window.start + num
             assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"
+            if self.max_cached_tokens is not None:
+                room = len(self._entries[window.slot])
+                assert end <= room, f"window ends at {end}, its slot has room for {room}"
             for token in window.token_ids:
                 assert 0 <= token < self.vocab_size, f"token {token} is not in the vocabulary"
                 cached.append(token)
@@ -42,8 +73,17 @@ class TablePolicy:
                 logits.append(self._table((*cached[: window.start], *path)))
         return torch.stack(logits) if logits else torch.empty(0, self.vocab_size)  # [N, V]
 
+    def grow(self, slot: int, length: int) -> bool:
+        num_more = length - len(self._entries[slot])
+        if self.max_cached_tokens is None or num_more <= 0:
+            return True
+        if self.num_entries + num_more > self.max_cached_tokens:
+            return False
+        self._entries[slot] += itertools.islice(self._fresh, num_more)
+        return True
+
     def truncate(self, slot: int, length: int) -> None:
-        del self._cached[slot][length:]
+        del self._cached[slot][length:], self._entries[slot][length:]
 
     def compact(self, slot: int, start: int, kept: Sequence[int]) -> None:
         cached = self._cached[slot]
@@ -53,6 +93,7 @@ class TablePolicy:
 
     def fork(self, source: int, target: int, length: int) -> None:
         self._cached[target] = self._cached[source][:length]
+        self._entries[target] = self._entries[source][:length]
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> Table:
         logits = weights.get("logits")
@@ -62,7 +103,7 @@ class TablePolicy:
 
     def swap(self, prepared: Table) -> None:
         self._table = prepared
-        self._cached = [[] for _ in range(self.num_slots)]
+        self._clear()
 
 
 def markov_table(logits: torch.Tensor) -> Table:

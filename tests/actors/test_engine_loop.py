@@ -83,9 +83,8 @@ def test_an_engine_that_fails_is_told_by_every_later_call() -> None:
         def score(self, windows: object) -> torch.Tensor:
             raise MemoryError("no memory left")
 
-    engine = table_engine(random_table(V, 1, seed=0), V)
-    engine.policy = Failing(markov_table(torch.zeros(V, V)), vocab_size=V)
-    loop = loop_of(engine)
+    table = markov_table(torch.zeros(V, V))
+    loop = loop_of(table_engine(table, V, policy=Failing(table, vocab_size=V)))
     loop.submit([request()])
     for _ in range(2):
         with pytest.raises(MemoryError, match="no memory left"):

@@ -60,7 +60,7 @@ def test_acceptance_far_from_what_was_foretold_raises_the_alarm() -> None:
 
 
 def test_time_shares_add_up_to_one() -> None:
-    phases = {"prefill": 1.0, "propose": 2.0, "score": 3.0, "verify": 1.0, "commit": 1.0}
+    phases = {"plan": 1.0, "propose": 2.0, "score": 3.0, "verify": 1.0, "commit": 1.0}
     row = metrics_row(ClusterSnapshot.zero(), snapshot(phase_s=phases))
     shares = [v for k, v in row.items() if k.startswith("spec/time/")]
     assert sum(shares) == pytest.approx(1.0) and row["spec/time/verify_share"] == 0.5

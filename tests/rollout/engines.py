@@ -15,6 +15,7 @@ from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample
 from rollout.row import Row
 from rollout.sampling import SamplingParams
+from rollout.scheduler import MAX_ROUND_TOKENS
 from rollout.streams import Draws
 from rollout.table_policy import Table, TablePolicy
 from rollout.verify import Rule
@@ -54,9 +55,18 @@ def table_engine(
     branching: bool = False,
     compile_grammar: CompileGrammar | None = None,
     num_ids: int | None = None,
+    policy: TablePolicy | None = None,
+    max_cached_tokens: int | None = None,
+    max_round_tokens: int = MAX_ROUND_TOKENS,
 ) -> NativeEngine:
-    """An engine over a table, at version 0."""
-    policy = TablePolicy(table, vocab_size=vocab_size, context_len=context_len, num_slots=num_slots)
+    """An engine over a table, at version 0; `policy` in place of one made from the sizes."""
+    policy = policy or TablePolicy(
+        table,
+        vocab_size=vocab_size,
+        context_len=context_len,
+        num_slots=num_slots,
+        max_cached_tokens=max_cached_tokens,
+    )
     engine = NativeEngine(
         policy,
         proposer or NoProposer(),
@@ -66,6 +76,7 @@ def table_engine(
         decode=decode,
         compile_grammar=compile_grammar,
         num_ids=num_ids,
+        max_round_tokens=max_round_tokens,
     )
     engine.load(table, version=0, digest="table")
     return engine

@@ -72,9 +72,9 @@ def exact(tiny_llama: Path) -> Table:
     return lru_cache(maxsize=None)(lambda ids: reference_logits(tiny_llama, ids)[-1].double())
 
 
-def engine(name: str, draft_len: int = 3, **sizes: int) -> NativeEngine:
-    sizes = {"context_len": 128} | sizes
-    made = table_engine(TABLE, V, proposer=Watched(make(name, DRAFT)), **sizes)
+def engine(name: str, draft_len: int = 3, **options: Any) -> NativeEngine:
+    options = {"context_len": 128} | options
+    made = table_engine(TABLE, V, proposer=Watched(make(name, DRAFT)), **options)
     return with_trees(made, name, draft_len)
 
 
@@ -352,8 +352,8 @@ def test_a_row_preempted_and_admitted_two_steps_later_equals_an_unpreempted_one(
 ) -> None:
     # case 81: with its drafts pending, beside neighbours that go on; no id below zero is run
     rows = [request(f"r{i}", (i, 1), sized(i % 2, 20)) for i in range(3)]
-    used = engine(name)
-    policy = used.policy = Recording()
+    policy = Recording()
+    used = engine(name, policy=policy)
     used.submit(rows[:2])
     used.step()
     (part,) = used.abort(["r0"])
@@ -371,8 +371,8 @@ def test_a_placeholder_in_a_draft_never_reaches_the_policy(ids: list[int]) -> No
     proposer = ScriptedProposer(
         lambda row, n: Draft.of_points(ids if row.request.id == "bad" else [1])
     )
-    used = table_engine(TABLE, V, proposer=proposer, draft_len=3)
-    policy = used.policy = Recording()
+    policy = Recording()
+    used = table_engine(TABLE, V, proposer=proposer, draft_len=3, policy=policy)
     samples = run(used, [request("bad", (0, 1)), request("good", (1, 1))])
     assert samples["bad"].finish_reason == "error" and "draft token -1" in (
         samples["bad"].finish_detail

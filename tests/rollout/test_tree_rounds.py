@@ -124,7 +124,7 @@ def test_weights_that_change_between_tree_rounds_change_what_follows(
         engine.submit(requests(sampling)[:1])
         samples: dict[str, RolloutSample] = {}
         while engine.num_unfinished:
-            live = engine._live
+            live = engine._scheduler.live
             if engine.version == 0 and live and live[0].num_generated == num_tokens:
                 engine.load(other, version=1, digest="second")
             samples |= {s.request.id: s for s in engine.step()}
@@ -134,7 +134,7 @@ def test_weights_that_change_between_tree_rounds_change_what_follows(
     drafted = tree_engine(policy, plain)
     drafted.submit(requests(sampling)[:1])
     drafted.step()
-    at = drafted._live[0].num_generated  # where a round of this engine ends
+    at = drafted._scheduler.live[0].num_generated  # where a round of this engine ends
     assert at > 1
     policy.swap(first)
     one = run_with_swap(tree_engine(policy, plain), at)
