@@ -1,5 +1,6 @@
 """What a rollout actor has to build, as plain values that travel."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,18 +15,24 @@ from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
 from rollout.checkpoint import read_config, read_tokenizer
+from rollout.compiled_policy import CompiledPolicy
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
+from rollout.errors import InvalidConfig, KernelsUnavailable
 from rollout.grammar import CompileGrammar
 from rollout.native_engine import NativeEngine
 from rollout.policy import Policy
 from rollout.proposer import Proposer
 from rollout.request import Mode
+from rollout.scheduler import MAX_ROUND_TOKENS
 from rollout.stop_text import Decode
 from rollout.transformer_policy import TransformerPolicy, default_dtype
 from rollout.verify import Rule
 
 ProposerName = Literal["none", "ngram", "history", "history_sampled"]
+KernelsName = Literal["auto", "compiled", "torch"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +53,27 @@ class EngineSpec:
     history_max_tokens: int = 200_000
     num_slots: int = 32
     context_len: int = 1024
+    max_cached_tokens: int | None = None
+    """Cap of the key/value cache in tokens: rows wait and are preempted under it; None gives every
+    slot its whole context. Needs compiled kernels."""
+    max_round_tokens: int = MAX_ROUND_TOKENS
+    """Tokens of one forward; longer prompts run in chunks beside decoding rows."""
+    kernels: KernelsName = "auto"
+    """What runs the forward: `compiled` (built at first use, CPU), `torch`, or `auto`, which takes
+    compiled kernels where there are any."""
     dtype: str | None = None
     """Compute dtype by name; None takes bf16 where the machine multiplies it, else float32."""
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        cap = self.max_cached_tokens
+        if cap is not None and cap < self.context_len:
+            raise InvalidConfig(
+                f"max_cached_tokens={cap}: expected at least context_len={self.context_len}, "
+                "so that one row always fits"
+            )
+        if self.max_round_tokens < 1:
+            raise InvalidConfig(f"max_round_tokens={self.max_round_tokens}: expected at least 1")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -79,13 +104,36 @@ def make_draft_len(spec: EngineSpec) -> DraftLen:
 
 def make_policy(
     spec: EngineSpec, *, num_slots: int | None = None, context_len: int | None = None
-) -> TransformerPolicy:
-    """The policy a spec names, without weights; sizes may be overridden for a probe."""
+) -> Policy:
+    """The policy a spec names, without weights; sizes may be overridden for a probe. Raises
+    KernelsUnavailable where compiled kernels are asked for by name and there are none."""
+    config, format_ = read_config(Path(spec.model_folder)), FORMATS[spec.format]
+    slots, context = num_slots or spec.num_slots, context_len or spec.context_len
+    if spec.kernels != "torch" and spec.device == "cpu":
+        try:
+            return CompiledPolicy(
+                config,
+                format_,
+                num_slots=slots,
+                context_len=context,
+                dtype=spec.torch_dtype,
+                max_cached_tokens=None if num_slots else spec.max_cached_tokens,
+            )
+        except KernelsUnavailable as error:
+            if spec.kernels == "compiled" or spec.max_cached_tokens is not None:
+                raise
+            logger.warning("%s; the torch path runs instead, slower", error)
+    elif spec.kernels == "compiled" or spec.max_cached_tokens is not None:
+        raise KernelsUnavailable(
+            f"kernels={spec.kernels} device={spec.device} "
+            f"max_cached_tokens={spec.max_cached_tokens}: compiled kernels, which alone cap the "
+            "cache, run on device=cpu with kernels=auto or compiled"
+        )
     return TransformerPolicy(
-        read_config(Path(spec.model_folder)),
-        FORMATS[spec.format],
-        num_slots=num_slots or spec.num_slots,
-        context_len=context_len or spec.context_len,
+        config,
+        format_,
+        num_slots=slots,
+        context_len=context,
         dtype=spec.torch_dtype,
         device=spec.device,
     )
@@ -147,4 +195,5 @@ def make_engine(
         decode=make_decode(spec),
         compile_grammar=make_compile_grammar(spec),
         num_ids=num_ids(Path(spec.model_folder)),
+        max_round_tokens=spec.max_round_tokens,
     )

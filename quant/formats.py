@@ -6,7 +6,13 @@ from typing import Literal
 import torch
 
 from quant.int8 import Int8Weight
-from quant.linear import DenseLinear, Int8DynamicLinear, Int8WeightOnlyLinear, Linear
+from quant.linear import (
+    DenseLinear,
+    Int8DynamicLinear,
+    Int8HeadLinear,
+    Int8WeightOnlyLinear,
+    Linear,
+)
 
 FormatName = Literal["none", "int8_w8a16", "int8_w8a8"]
 
@@ -20,6 +26,11 @@ class Format:
     """Of a stored weight, scales aside; 0 where the compute dtype decides."""
     scale_dtype: torch.dtype | None
     """None leaves the matrix alone."""
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of cached keys and values under a compute dtype: quantised formats keep 16 bits, which
+        costs them no precision that can be measured (SmolLM2: KL +.0001 nats a token)."""
+        return dtype if self.scale_dtype is None else torch.bfloat16
 
 
 FORMATS: dict[FormatName, Format] = {
@@ -38,6 +49,12 @@ def make_linear(
     if format_.name == "int8_w8a16":
         return Int8WeightOnlyLinear(weight, bias)
     return Int8DynamicLinear(weight, bias)
+
+
+def make_head(weight: torch.Tensor | Int8Weight) -> Linear:
+    """The output head: weight only in every format, since activations of 8 bits would cost it more
+    precision than the blocks lose together (SmolLM2: KL +.016 against +.0015 nats a token)."""
+    return Int8HeadLinear(weight) if isinstance(weight, Int8Weight) else DenseLinear(weight)
 
 
 def payload_bytes(tensors: list[torch.Tensor]) -> int:

@@ -22,6 +22,9 @@ PACKED_MAX_TOKENS = 48 if torch.backends.cpu.get_cpu_capability() == "AVX2" else
 """Up to here the packed W8A16 kernel beats widening (measured on SmolLM2's matrices): with AVX-512 it
 falls off a cliff before 32 tokens, with AVX2, whose GEMM is slower, the lines cross at about 50."""
 
+CHUNK = 2048
+"""Rows of a head widened at a time: what was just written is still in the cache."""
+
 
 def has_vnni() -> bool:
     """The CPU multiplies INT8 in hardware."""
@@ -113,3 +116,19 @@ class Int8DynamicLinear:
 
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self._weight.values, self._weight.scales, self._bias) if t is not None]
+
+
+class Int8HeadLinear:
+    """INT8 weights under float32 activations and sums: logits are not rounded."""
+
+    def __init__(self, weight: Int8Weight) -> None:
+        self._weight = weight
+        self.kernel = "widened int8 -> float32 GEMM"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        chunks = zip(self._weight.values.split(CHUNK), self._weight.scales.split(CHUNK))
+        return torch.cat([F.linear(x, v.float()) * s for v, s in chunks], dim=-1)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._weight.values, self._weight.scales]

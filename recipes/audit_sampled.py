@@ -60,7 +60,7 @@ from recipes.audit_statistics import (
 from rollout.checkpoint import read_config, read_tokenizer, read_weights
 from rollout.engine import Engine
 from rollout.errors import InvalidConfig
-from rollout.packing import digest, pack
+from rollout.packing import digest, pack, quantised_matrices
 from rollout.policy import Window
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
@@ -361,10 +361,10 @@ class TransformersReference:
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True
         )
-        matrices = read_config(folder).matrix_shapes() if format_.scale_dtype else {}
+        scale_dtypes = quantised_matrices(read_config(folder), format_)
         for name, weight in self._model.named_parameters():
-            if name in matrices and format_.scale_dtype is not None:
-                weight.data = dequantise_weight(quantise_weight(weight.data, format_.scale_dtype))
+            if name in scale_dtypes:
+                weight.data = dequantise_weight(quantise_weight(weight.data, scale_dtypes[name]))
             else:
                 weight.data = weight.data.to(spec.torch_dtype).float()
         self._model.eval().to(self._device)

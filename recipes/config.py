@@ -17,6 +17,7 @@ from actors.config import ClusterConfig
 from actors.engine_spec import DTYPES, EngineSpec
 from rollout.errors import InvalidConfig, InvalidRequest
 from rollout.sampling import SamplingParams
+from rollout.scheduler import MAX_ROUND_TOKENS
 
 
 def option(default: Any, doc: str, *choices: str) -> Any:
@@ -42,6 +43,14 @@ class ModelConfig:
         "Compute dtype of the actors; auto takes bfloat16 where the machine multiplies it.",
         "auto",
         *DTYPES,
+    )
+    kernels: str = option(
+        "auto",
+        "Kernels of the actors: compiled (by g++ at first use, CPU), torch, or auto, which takes "
+        "compiled ones where they can be built.",
+        "auto",
+        "compiled",
+        "torch",
     )
 
 
@@ -86,6 +95,15 @@ class ActorsConfig:
     num: int = option(1, "Rollout actors.")
     cpus: int = option(1, "Cores an actor is given; also its thread count.")
     slots: int = option(32, "Rows an actor generates at the same time.")
+    max_cached_tokens: int | None = option(
+        None,
+        "Cap of an actor's KV cache in tokens: rows wait, and the youngest are preempted and run "
+        "again, where it is full. Without it every slot may fill its context. Needs compiled kernels.",
+    )
+    max_round_tokens: int = option(
+        MAX_ROUND_TOKENS,
+        "Tokens of one forward: longer prompts run in chunks beside decoding rows.",
+    )
     max_staleness: int = option(
         1, "Learner version at hand-over minus oldest version in a sample, at most; 0 is on-policy."
     )
@@ -367,6 +385,7 @@ def sampling_params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Sampl
 
 def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
     """The actors' engine."""
+    actors = config.actors
     return EngineSpec(
         model_folder=str(model_folder),
         mode=config.mode,  # type: ignore[arg-type]  # checked against its choices
@@ -377,8 +396,11 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
         tree_nodes=config.draft.tree_nodes,
         verification=config.draft.verification,  # type: ignore[arg-type]
         history_max_tokens=config.draft.history_max_tokens,
-        num_slots=config.actors.slots,
+        num_slots=actors.slots,
         context_len=config.model.context_len,
+        max_cached_tokens=actors.max_cached_tokens,
+        max_round_tokens=actors.max_round_tokens,
+        kernels=config.model.kernels,  # type: ignore[arg-type]
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
     )
 

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ import torch
 from actors.engine_spec import EngineSpec, make_draft_len, make_engine, make_policy, make_proposer
 from proposers.history import HistoryProposer
 from quant.drift import Drift, measure_drift
-from quant.formats import FormatName
+from quant.formats import FORMATS, FormatName
+from rollout.checkpoint import read_config
 from rollout.draft_len import FixedDraftLen
 from rollout.engine import run_to_end
 from rollout.packing import digest, pack
@@ -69,7 +71,9 @@ class Ladder:
         self._drift: dict[str, float] = {}
         reference: torch.Tensor | None = None
         for name, policy in self._policies.items():
-            packed = pack(weights.items(), policy.config, policy.format, policy.dtype)
+            made = self._specs[name]
+            config = read_config(Path(made.model_folder))
+            packed = pack(weights.items(), config, FORMATS[made.format], made.torch_dtype)
             self._prepared[name] = (policy.load(packed), digest(packed))
             probe = DriftProbe(
                 make_policy(

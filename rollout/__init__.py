@@ -2,8 +2,11 @@
 
 admission           whether a request can be served at all
 checkpoint          a Hugging Face checkpoint folder: config, weights, tokenizer
+compiled_policy     the decoder on compiled kernels, with a paged cache
+compiled_weights    weights in the layout of the compiled kernels
 conditions          what decides a position's law besides its logits
 decoder             sizes, tensor names and quantised parts of a dense decoder
+decoder_weights     weights layer by layer, maps of one input stacked
 draft               proposed tokens, each with the law it was drawn from
 draft_len           how many tokens to draft, from measured costs and acceptance
 draft_tree          growing a tree of the most probable continuations
@@ -12,17 +15,20 @@ engine              the protocol of an engine
 enumerate           every outcome of a sampling procedure with its exact probability
 errors              the tree of everything raised by name
 grammar             what the generated tokens must spell, as masks
+kernels             the compiled CPU kernels (csrc/), built for this machine
 law                 logits and sampling parameters -> the target law of each position
 ledger              one fate for every sample
 llguidance_grammar  JSON schemas and regular expressions by llguidance
 native_engine       rounds of draft, score, verify, commit over a ragged batch of rows
 packing             weights as they travel: packed once, checked by every receiver
+paged_cache         which pages of a cache belong to which slot
 policy              the protocol of a model with cache slots
 probe               a fixed batch of tokens that every published model is compared on
 proposer            the protocol of whoever drafts
 request             what goes into an engine and what comes out
 row                 a sequence in flight
 sampling            sampling parameters and the meaning of their edge values
+scheduler           who runs what in a round, and room in the cache for it
 stop_text           stop strings over token ids
 streams             the randomness of one row, keyed by what it is for
 table_policy        a policy whose law is a known table
@@ -38,8 +44,11 @@ watch               exactness watched in production
 __all__ = [
     "admission",
     "checkpoint",
+    "compiled_policy",
+    "compiled_weights",
     "conditions",
     "decoder",
+    "decoder_weights",
     "draft",
     "draft_len",
     "draft_tree",
@@ -48,17 +57,20 @@ __all__ = [
     "enumerate",
     "errors",
     "grammar",
+    "kernels",
     "law",
     "ledger",
     "llguidance_grammar",
     "native_engine",
     "packing",
+    "paged_cache",
     "policy",
     "probe",
     "proposer",
     "request",
     "row",
     "sampling",
+    "scheduler",
     "stop_text",
     "streams",
     "table_policy",

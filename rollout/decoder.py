@@ -33,8 +33,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
 
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """The block matrices, [out, in] by name: what a weight format applies to. The embedding and
-        the output head stay in the compute dtype."""
+        """The block matrices, [out, in] by name: what a weight format applies to, beside the head."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         hidden, inner = self.hidden_size, self.intermediate_size
         block = {
@@ -51,6 +50,11 @@ class DecoderConfig:
             for layer in range(self.num_layers)
             for name, shape in block.items()
         }
+
+    @property
+    def head_name(self) -> str:
+        """Of the output head's weight [V, hidden]: the embedding's where they are tied."""
+        return "model.embed_tokens.weight" if self.tied_head else "lm_head.weight"
 
     def other_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every other tensor: embedding, norms, biases, an untied head."""

@@ -28,6 +28,10 @@ class UnsupportedModel(RolloutError):
     """A checkpoint that is missing, incomplete, or of an architecture the engine does not run."""
 
 
+class KernelsUnavailable(RolloutError):
+    """The compiled CPU kernels cannot be built here, or cannot run this model."""
+
+
 class InvalidWeights(RolloutError):
     """A weight update that is incomplete, non-finite, or not for this model; old weights stay."""
 

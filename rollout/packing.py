@@ -1,7 +1,8 @@
 """Weights as they travel: packed once by the publisher, checked by every receiver.
 
 A packed update is a flat mapping of tensors. A matrix that the format quantises becomes
-`NAME.weight` (int8) and `NAME.weight_scale`; everything else is cast to the compute dtype. Packing
+`NAME.weight` (int8) and `NAME.weight_scale`; everything else is cast to the compute dtype. The output
+head is quantised with the blocks, and the embedding that is tied to it; its scales are float32. Packing
 starts from the learner's own precision, never from an earlier quantisation. A tensor that needs no
 cast shares the learner's memory: put or copy it before the next optimiser step.
 """
@@ -30,17 +31,18 @@ def pack(
     tensors = {name: t.detach() for name, t in named if name not in config.aliases()}
     _check_names(tensors, config)
     packed: dict[str, torch.Tensor] = {}
+    quantised = quantised_matrices(config, format_)
     for name, shape in (config.matrix_shapes() | config.other_shapes()).items():
         tensor = tensors[name]
         if tuple(tensor.shape) != shape:
             raise InvalidWeights(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
-        if format_.scale_dtype is None or name not in config.matrix_shapes():
+        if name not in quantised:
             packed[name] = tensor.to(dtype).contiguous()
             if not bool(packed[name].isfinite().all()):
                 raise InvalidWeights(f"{name}: holds NaN or infinity")
             continue
         try:
-            weight = quantise_weight(tensor, format_.scale_dtype)
+            weight = quantise_weight(tensor, quantised[name])
         except ValueError as error:
             raise InvalidWeights(f"{name}: {error}") from error
         packed[name], packed[name + SCALE] = weight.values, weight.scales
@@ -55,7 +57,7 @@ def unpack(
 ) -> dict[str, torch.Tensor | Int8Weight]:
     """Checks a packed update against the model and format and returns its tensors by name."""
     shapes = config.matrix_shapes() | config.other_shapes()
-    quantised = set(config.matrix_shapes()) if format_.scale_dtype is not None else set()
+    quantised = quantised_matrices(config, format_)
     expected = set(shapes) | {name + SCALE for name in quantised}
     _check_same_names(set(packed), expected)
     tensors: dict[str, torch.Tensor | Int8Weight] = {}
@@ -68,12 +70,12 @@ def unpack(
             )
         scales = packed[name + SCALE] if name in quantised else None
         if scales is not None and (
-            scales.dtype != format_.scale_dtype
+            scales.dtype != quantised[name]
             or tuple(scales.shape) != shape[:1]
             or not bool((scales.isfinite() & (scales > 0)).all())
         ):
             raise InvalidWeights(
-                f"{name + SCALE}: expected {shape[0]} finite {format_.scale_dtype} above 0"
+                f"{name + SCALE}: expected {shape[0]} finite {quantised[name]} above 0"
             )
         if scales is None and not bool(tensor.isfinite().all()):
             raise InvalidWeights(f"{name}: holds NaN or infinity")
@@ -89,6 +91,14 @@ def digest(packed: Mapping[str, torch.Tensor]) -> str:
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()[:16]
+
+
+def quantised_matrices(config: DecoderConfig, format_: Format) -> dict[str, torch.dtype]:
+    """The matrices that a format quantises and the dtype of their scales."""
+    if format_.scale_dtype is None:
+        return {}
+    blocks = dict.fromkeys(config.matrix_shapes(), format_.scale_dtype)
+    return blocks | {config.head_name: torch.float32}
 
 
 def _check_names(tensors: Mapping[str, torch.Tensor], config: DecoderConfig) -> None:

@@ -5,17 +5,17 @@ not in force yet, so an update can be judged before it is used.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from rollout.policy import Window
-from rollout.transformer_policy import DecoderWeights, TransformerPolicy
+from rollout.policy import Policy, Window
 
 
 class DriftProbe:
     """Logits of a model on fixed sequences."""
 
-    def __init__(self, policy: TransformerPolicy, sequences: Sequence[Sequence[int]]) -> None:
+    def __init__(self, policy: Policy, sequences: Sequence[Sequence[int]]) -> None:
         assert policy.num_slots >= len(sequences), "one slot a probed sequence"
         self._policy = policy
         self._windows = [
@@ -24,7 +24,7 @@ class DriftProbe:
         ]
         self.next_tokens = torch.tensor([token for ids in sequences for token in ids[1:]])
 
-    def logits(self, prepared: DecoderWeights) -> torch.Tensor:
+    def logits(self, prepared: Any) -> torch.Tensor:
         """Predictions of every position but the last of each sequence, [N, V] float32."""
         self._policy.swap(prepared)
         return self._policy.score(self._windows)

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quant.formats import Format, make_linear, payload_bytes
+from quant.formats import Format, make_head, make_linear, payload_bytes
 from quant.int8 import Int8Weight
 from quant.linear import Linear, has_bf16_gemm
 from rollout.decoder import DecoderConfig
+from rollout.decoder_weights import Matrix, block_tensors, plain
 from rollout.packing import unpack
 from rollout.policy import ROOT, Window, num_in_place
 
@@ -49,14 +50,19 @@ class _Block:
 class DecoderWeights:
     """Weights ready to run."""
 
-    embedding: torch.Tensor  # [V, hidden]
+    embedding: Matrix  # [V, hidden]
     blocks: tuple[_Block, ...]
     norm: torch.Tensor
     head: Linear
 
     def bytes(self) -> int:
         """Storage of everything a forward reads, tied tensors once."""
-        tensors = [self.embedding, self.norm, *self.head.tensors()]
+        tensors = [self.norm, *self.head.tensors()]
+        tensors += (
+            [self.embedding.values, self.embedding.scales]
+            if isinstance(self.embedding, Int8Weight)
+            else [self.embedding]
+        )
         for block in self.blocks:
             tensors += [block.attention_norm, block.mlp_norm]
             tensors += [t for t in (block.q_norm, block.k_norm) if t is not None]
@@ -116,8 +122,9 @@ class TransformerPolicy:
             self.context_len,
             config.head_dim,
         )
-        self._keys = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
-        self._values = torch.zeros(cache_shape, dtype=self.dtype, device=self.device)
+        cache_dtype = format_.cache_dtype(self.dtype)
+        self._keys = torch.zeros(cache_shape, dtype=cache_dtype, device=self.device)
+        self._values = torch.zeros_like(self._keys)
         self._tainted = False  # a forward was not finite, so the cache may hold NaN
         angles = torch.outer(torch.arange(self.context_len).float(), torch.tensor(config.inv_freq))
         angles = torch.cat([angles, angles], dim=-1)  # [context_len, D]
@@ -133,37 +140,30 @@ class TransformerPolicy:
     def build(self, tensors: Mapping[str, torch.Tensor | Int8Weight]) -> DecoderWeights:
         """Runnable weights from tensors that are known to be complete and of the right shapes."""
 
-        def plain(name: str) -> torch.Tensor:
-            tensor = tensors[name]
-            assert isinstance(tensor, torch.Tensor), f"{name} is never quantised"
-            return tensor.to(self.device)
-
-        def linear(prefix: str, *names: str) -> Linear:
-            matrices = [tensors[f"{prefix}.{name}.weight"] for name in names]
-            biases = [f"{prefix}.{name}.bias" for name in names]
-            bias = torch.cat([plain(b) for b in biases]) if biases[0] in tensors else None
-            return make_linear(self.format, _stack(matrices, self.device), bias)
+        def linear(matrix: Matrix, bias: torch.Tensor | None = None) -> Linear:
+            bias = None if bias is None else bias.to(self.device)
+            return make_linear(self.format, _to(self.device, matrix), bias)
 
         def block(layer: int) -> _Block:
-            at = f"model.layers.{layer}"
+            at = block_tensors(tensors, self.config, layer)
             return _Block(
-                attention_norm=plain(f"{at}.input_layernorm.weight"),
-                qkv=linear(f"{at}.self_attn", "q_proj", "k_proj", "v_proj"),
-                q_norm=plain(f"{at}.self_attn.q_norm.weight") if self.config.qk_norm else None,
-                k_norm=plain(f"{at}.self_attn.k_norm.weight") if self.config.qk_norm else None,
-                out=linear(f"{at}.self_attn", "o_proj"),
-                mlp_norm=plain(f"{at}.post_attention_layernorm.weight"),
-                gate_up=linear(f"{at}.mlp", "gate_proj", "up_proj"),
-                down=linear(f"{at}.mlp", "down_proj"),
+                attention_norm=at.attention_norm.to(self.device),
+                qkv=linear(at.qkv, at.qkv_bias),
+                q_norm=None if at.q_norm is None else at.q_norm.to(self.device),
+                k_norm=None if at.k_norm is None else at.k_norm.to(self.device),
+                out=linear(at.out),
+                mlp_norm=at.mlp_norm.to(self.device),
+                gate_up=linear(at.gate_up),
+                down=linear(at.down),
             )
 
-        embedding = plain("model.embed_tokens.weight")
-        head = embedding if self.config.tied_head else plain("lm_head.weight")
+        embedding = _to(self.device, tensors["model.embed_tokens.weight"])
+        tied = self.config.tied_head
         return DecoderWeights(
             embedding=embedding,
             blocks=tuple(block(layer) for layer in range(self.config.num_layers)),
-            norm=plain("model.norm.weight"),
-            head=make_linear(self.format, head, None),
+            norm=plain(tensors, "model.norm.weight").to(self.device),
+            head=make_head(embedding if tied else _to(self.device, tensors["lm_head.weight"])),
         )
 
     def swap(self, prepared: DecoderWeights) -> None:
@@ -174,6 +174,10 @@ class TransformerPolicy:
             self._tainted = False
 
     # ---- cache ----------------------------------------------------------------------------
+
+    def grow(self, slot: int, length: int) -> bool:
+        """Every slot has its `context_len` entries from the start."""
+        return True
 
     def truncate(self, slot: int, length: int) -> None:
         """Positions from `length` on are overwritten before they are read, and masked until then.
@@ -203,7 +207,7 @@ class TransformerPolicy:
         tokens = self._flatten(windows)
         buckets = self._buckets(windows)
         cos, sin = self._cos[tokens.positions, None], self._sin[tokens.positions, None]  # [N, 1, D]
-        hidden = F.embedding(tokens.ids, self.weights.embedding)  # [N, hidden]
+        hidden = self._embed(tokens.ids)  # [N, hidden]
         for layer, block in enumerate(self.weights.blocks):
             normed = self._norm(hidden, block.attention_norm)
             query = self._project(layer, block, normed, cos, sin, tokens)  # [N, H, D]
@@ -216,6 +220,14 @@ class TransformerPolicy:
         if not len(wanted):
             return torch.empty(0, self.vocab_size)
         return self.weights.head(self._norm(hidden[wanted], self.weights.norm)).float()  # [M, V]
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.weights is not None
+        embedding = self.weights.embedding
+        if isinstance(embedding, Int8Weight):
+            rows = embedding.values[ids].float() * embedding.scales[ids, None]
+            return rows.to(self.dtype)
+        return F.embedding(ids, embedding)
 
     def _flatten(self, windows: Sequence[Window]) -> _Tokens:
         ids: list[int] = []
@@ -296,8 +308,9 @@ class TransformerPolicy:
         )
         if block.q_norm is not None and block.k_norm is not None:
             query, key = self._norm(query, block.q_norm), self._norm(key, block.k_norm)
-        self._keys[layer][tokens.slots, :, tokens.entries] = _rotate(key, cos, sin)
-        self._values[layer][tokens.slots, :, tokens.entries] = value
+        rotated = _rotate(key, cos, sin).to(self._keys.dtype)
+        self._keys[layer][tokens.slots, :, tokens.entries] = rotated
+        self._values[layer][tokens.slots, :, tokens.entries] = value.to(self._values.dtype)
         return _rotate(query, cos, sin)
 
     def _attend(self, layer: int, query: torch.Tensor, buckets: list[_Bucket]) -> torch.Tensor:
@@ -306,8 +319,8 @@ class TransformerPolicy:
         mixed = torch.empty_like(query)  # [N, H, D]
         for bucket in buckets:
             num, length, cached = bucket.num_windows, bucket.length, bucket.num_cached
-            keys = self._keys[layer][bucket.slots, :, :cached]  # [B, J, T, D]
-            values = self._values[layer][bucket.slots, :, :cached]
+            keys = self._keys[layer][bucket.slots, :, :cached].to(query.dtype)  # [B, J, T, D]
+            values = self._values[layer][bucket.slots, :, :cached].to(query.dtype)
             q = query[bucket.tokens].view(num, length, config.num_kv_heads, -1, config.head_dim)
             q = q.permute(0, 2, 3, 1, 4)  # [B, J, H / J, n, D]
             flat = q.reshape(num, config.num_kv_heads, -1, config.head_dim)  # [B, J, H / J * n, D]
@@ -341,16 +354,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _stack(
-    matrices: Sequence[torch.Tensor | Int8Weight], device: torch.device
-) -> torch.Tensor | Int8Weight:
-    """Joins matrices along the output axis; scales are per output, so they join alike."""
-    plain = [m for m in matrices if isinstance(m, torch.Tensor)]
-    quantised = [m for m in matrices if isinstance(m, Int8Weight)]
-    assert not plain or not quantised, "a fused map is quantised as a whole or not at all"
-    if plain:
-        return torch.cat(plain).to(device) if len(plain) > 1 else plain[0].to(device)
-    return Int8Weight(
-        torch.cat([m.values for m in quantised]).to(device),
-        torch.cat([m.scales for m in quantised]).to(device),
-    )
+def _to(device: torch.device, matrix: Matrix) -> Matrix:
+    if isinstance(matrix, Int8Weight):
+        return Int8Weight(matrix.values.to(device), matrix.scales.to(device))
+    return matrix.to(device)

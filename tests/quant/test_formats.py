@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from quant.formats import FORMATS, FormatName, make_linear, payload_bytes
-from quant.int8 import quantise_weight
+from quant.int8 import Int8Weight, quantise_weight
 from tests.rollout.policies import loaded_policy
 from tests.tiny_model import tiny_folder
 
 # The tiny Llama: 2 blocks of q 64x64, k and v 32x64, o 64x64, gate and up 96x64, down 64x96.
 MATRIX_WEIGHTS = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 96 * 64)
 CHANNELS = 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
-EMBEDDING, NORMS = 300 * 64, 5 * 64
+VOCAB_SIZE, NORMS = 300, 5 * 64
+EMBEDDING = VOCAB_SIZE * 64
 QUANTISED: list[FormatName] = ["int8_w8a16", "int8_w8a8"]
 
 
@@ -27,13 +28,13 @@ def test_payload_is_one_byte_a_weight_the_scales_and_one_embedding(
     name: FormatName, scale_bytes: int, tiny_llama: Path
 ) -> None:
     weights = loaded_policy(tiny_llama, name).weights
-    rest = 4 * (EMBEDDING + NORMS)
     assert weights is not None
-    assert weights.bytes() == MATRIX_WEIGHTS + scale_bytes * CHANNELS + rest
+    blocks = MATRIX_WEIGHTS + scale_bytes * CHANNELS
+    assert weights.bytes() == blocks + EMBEDDING + 4 * (VOCAB_SIZE + NORMS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_untied_head_adds_one_matrix_in_the_compute_dtype(
+def test_an_untied_embedding_is_a_matrix_in_the_compute_dtype(
     name: FormatName, tiny_llama: Path, tmp_path: Path
 ) -> None:
     tied = loaded_policy(tiny_llama, name).weights
@@ -50,14 +51,13 @@ def test_full_precision_weighs_the_dtype_times_the_number_of_weights(tiny_llama:
 
 
 @pytest.mark.parametrize("name", QUANTISED)
-def test_embedding_and_head_share_one_storage_and_stay_unquantised(
-    name: FormatName, tiny_llama: Path
-) -> None:
+def test_embedding_and_head_share_one_quantised_storage(name: FormatName, tiny_llama: Path) -> None:
     weights = loaded_policy(tiny_llama, name).weights
     assert weights is not None
-    (head,) = weights.head.tensors()
-    assert head.data_ptr() == weights.embedding.data_ptr()
-    assert head.dtype == torch.float32
+    head, _ = weights.head.tensors()
+    assert isinstance(weights.embedding, Int8Weight)
+    assert head.data_ptr() == weights.embedding.values.data_ptr()
+    assert head.dtype == torch.int8
 
 
 @pytest.mark.parametrize("name", QUANTISED)

@@ -1,0 +1,158 @@
+// Softmax attention of ragged windows over a paged cache.
+//
+// A page holds 16 entries of one slot: keys [kv_heads][head_dim][16], so that 16 scores are made at
+// once, and values [kv_heads][16][head_dim]. Scores of an entry, the softmax over entries and the sum
+// of values run in the order of entries, 16 lanes at a time, whatever the window they are asked in.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+constexpr int PAGE = 16;
+
+struct Window {
+  int32_t first, length;   // its tokens in the batch
+  int32_t start;           // entries cached before it
+  int32_t unused;
+  const int32_t* pages;    // of its slot
+  const uint8_t* visible;  // [length, length] which tokens of the window one sees; null for a chain
+};
+
+template <class Cached>
+struct Cache {
+  Cached *keys, *values;  // [layers][pages][kv_heads * head_dim * 16]
+  int64_t pages;
+  int32_t kv_heads, head_dim;
+
+  int64_t at(int layer, int page, int kv_head) const {
+    return (((int64_t)layer * pages + page) * kv_heads + kv_head) * head_dim * PAGE;
+  }
+  static void put(float* to, float x) { *to = x; }
+  static void put(uint16_t* to, float x) { *to = to_bf16(x); }
+
+  void write(int layer, const Window& window, int entry, const float* key, const float* value) const {
+    const int page = window.pages[entry / PAGE], lane = entry % PAGE;
+    for (int h = 0; h < kv_heads; h++) {
+      Cached *k = keys + at(layer, page, h) + lane,
+             *v = values + at(layer, page, h) + (int64_t)lane * head_dim;
+      for (int d = 0; d < head_dim; d++) put(k + d * PAGE, key[h * head_dim + d]);
+      for (int d = 0; d < head_dim; d++) put(v + d, value[h * head_dim + d]);
+    }
+  }
+};
+
+struct AttentionItem {
+  const Window* window;
+  int kv_head, from, to;  // tokens of the window
+};
+
+constexpr int ITEM_TOKENS = 16;
+
+inline std::vector<AttentionItem> attention_items(const Window* windows, int num, int kv_heads) {
+  std::vector<AttentionItem> items;
+  for (int w = 0; w < num; w++)
+    for (int from = 0; from < windows[w].length; from += ITEM_TOKENS)
+      for (int h = 0; h < kv_heads; h++)
+        items.push_back({windows + w, h, from, std::min(from + ITEM_TOKENS, windows[w].length)});
+  return items;
+}
+
+// Scores of Q queries against entries [0, pages * 16).
+template <int Q, class Cached>
+inline void score(const Cache<Cached>& cache, int layer, const AttentionItem& item, int pages,
+                  const float* const* query, float* scores, int stride) {
+  const int head_dim = cache.head_dim;
+  for (int p = 0; p < pages; p++) {
+    const Cached* keys = cache.keys + cache.at(layer, item.window->pages[p], item.kv_head);
+    F16 sums[Q];
+    for (int q = 0; q < Q; q++) sums[q] = zero();
+    for (int d = 0; d < head_dim; d++) {
+      F16 k = load(keys + d * PAGE);
+#pragma GCC unroll 6
+      for (int q = 0; q < Q; q++) sums[q] = fma(k, all(query[q][d]), sums[q]);
+    }
+    for (int q = 0; q < Q; q++) store(scores + q * stride + p * PAGE, sums[q]);
+  }
+}
+
+// C chunks of 16 dimensions of the mean of values under `weights`.
+template <int C, class Cached>
+inline void mix(const Cache<Cached>& cache, int layer, const AttentionItem& item, int entries,
+                const float* weights, F16 factor, int first_dim, float* out) {
+  F16 sums[C];
+  for (int c = 0; c < C; c++) sums[c] = zero();
+  for (int p = 0; p * PAGE < entries; p++) {
+    const Cached* values =
+        cache.values + cache.at(layer, item.window->pages[p], item.kv_head) + first_dim;
+    const int num = std::min(PAGE, entries - p * PAGE);
+    for (int e = 0; e < num; e++) {
+      F16 weight = all(weights[p * PAGE + e]);
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++)
+        sums[c] = fma(load(values + e * cache.head_dim + c * LANES), weight, sums[c]);
+    }
+  }
+  for (int c = 0; c < C; c++) store(out + first_dim + c * LANES, sums[c] * factor);
+}
+
+// Softmax over the entries a token sees, in place and not normalised; returns the sum.
+inline float soften(float* scores, const Window& window, int token, float scale) {
+  const int entries = window.start + (window.visible ? window.length : token + 1);
+  const int end = (entries + PAGE - 1) / PAGE * PAGE;
+  auto hide = [&](float value) {
+    for (int e = entries; e < end; e++) scores[e] = value;
+    if (window.visible)
+      for (int i = 0; i < window.length; i++)
+        if (!window.visible[token * window.length + i]) scores[window.start + i] = value;
+  };
+  hide(-INFINITY);
+  F16 top = all(-INFINITY);
+  for (int e = 0; e < end; e += PAGE) top = max(top, load(scores + e));
+  const F16 most = all(largest(top)), by = all(scale);
+  for (int e = 0; e < end; e += PAGE) store(scores + e, exp((load(scores + e) - most) * by));
+  hide(0.0f);
+  F16 total = zero();
+  for (int e = 0; e < end; e += PAGE) total = total + load(scores + e);
+  return sum(total);
+}
+
+template <class Cached>
+void attend(const AttentionItem& item, int layer, const Cache<Cached>& cache, int group,
+            const float* qkv, int qkv_stride, float* mixed, int mixed_stride,
+            std::vector<float>& scores) {
+  constexpr int MANY = 6;
+  const Window& window = *item.window;
+  const int head_dim = cache.head_dim;
+  const int num = (item.to - item.from) * group;  // queries: of one token one after the other
+  const int longest = (window.start + (window.visible ? window.length : item.to) + PAGE - 1) / PAGE * PAGE;
+  if (scores.size() < (size_t)MANY * longest) scores.resize((size_t)MANY * longest);
+  const float scale = 1.0f / std::sqrt((float)head_dim);
+  for (int first = 0; first < num; first += MANY) {
+    const int many = std::min(MANY, num - first);
+    const float* query[MANY];
+    for (int q = 0; q < many; q++) {
+      const int token = item.from + (first + q) / group, head = item.kv_head * group + (first + q) % group;
+      query[q] = qkv + (int64_t)(window.first + token) * qkv_stride + (int64_t)head * head_dim;
+    }
+    const int last = item.from + (first + many - 1) / group;
+    const int pages = (window.start + (window.visible ? window.length : last + 1) + PAGE - 1) / PAGE;
+    switch (many) {
+#define CASE(Q) \
+  case Q: score<Q>(cache, layer, item, pages, query, scores.data(), longest); break;
+      CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+    }
+    for (int q = 0; q < many; q++) {
+      const int token = item.from + (first + q) / group, head = item.kv_head * group + (first + q) % group;
+      float* weights = &scores[(size_t)q * longest];
+      const F16 factor = all(1.0f / soften(weights, window, token, scale));
+      const int entries = window.start + (window.visible ? window.length : token + 1);
+      float* out = mixed + (int64_t)(window.first + token) * mixed_stride + (int64_t)head * head_dim;
+      int dim = 0;
+      for (; dim + 4 * LANES <= head_dim; dim += 4 * LANES)
+        mix<4>(cache, layer, item, entries, weights, factor, dim, out);
+      for (; dim < head_dim; dim += LANES) mix<1>(cache, layer, item, entries, weights, factor, dim, out);
+    }
+  }
+}

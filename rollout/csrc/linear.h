@@ -1,0 +1,203 @@
+// y = x W^T + b over weights packed in panels of 16 rows, so that 16 outputs are made at once and one
+// activation is broadcast to all of them.
+//
+// Packed layout, K columns: float32, bf16 and int8 [rows / 16][K][16]; int8 for int8 activations
+// [rows / 16][K / INNER][16][INNER]. Rows and K are padded with zeros.
+//
+// A sum runs over k = 0, 1, ... whatever the number of tokens and the tile it falls in. So a token's
+// result does not depend on what else is in the batch: the batch-invariance of the engine starts here.
+#pragma once
+#include <algorithm>
+
+#include "vec.h"
+
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_INT8 = 3 };
+
+struct Linear {
+  const void* weight;
+  const float* scale;      // [rows], INT8 and INT8_INT8
+  const int32_t* row_sum;  // [rows], INT8_INT8: sums of a row's weights
+  const float* bias;       // [rows] or null
+  int32_t rows, cols;      // before padding
+  int32_t kind;
+};
+
+// What a linear map reads: tokens as float32 or, for INT8_INT8, as whole numbers with a step each.
+struct Input {
+  const float* x;  // [tokens, stride]
+  const Activation* q;
+  const float* step;  // [tokens]
+  int stride, q_stride;
+};
+
+enum Into { SET, ADD };
+
+template <class W>
+struct Panels {  // float32 activations, W the stored weight
+  static constexpr int inner = 1, sums = FLOAT_SUMS;
+  using Sum = F16;
+  static Sum none() { return zero(); }
+  static auto weights(const W* p) { return load(p); }
+  static const float* activations(const Input& in, int token) {
+    return in.x + (int64_t)token * in.stride;
+  }
+  template <class V>
+  static Sum accumulate(Sum s, const float* x, V w) {
+    return fma(broadcast(x), w, s);
+  }
+  static F16 finish(Sum s, const Linear& m, const Input&, int, int row) {
+    return m.scale ? s * load(m.scale + row) : s;
+  }
+};
+
+struct IntPanels {
+  static constexpr int inner = INNER, sums = INT_SUMS;
+  using Sum = I16;
+  static Sum none() { return zero_int(); }
+  static Packed16 weights(const int8_t* p) { return load_packed(p); }
+  static const Activation* activations(const Input& in, int token) {
+    return in.q + (int64_t)token * in.q_stride;
+  }
+  static Sum accumulate(Sum s, const Activation* x, Packed16 w) { return dot(s, x, w); }
+  static F16 finish(Sum s, const Linear& m, const Input& in, int token, int row) {
+    if (OFFSET) s = s - load_int(m.row_sum + row);  // sum (x + 128) w - 128 sum w
+    return to_float(s) * all(in.step[token]) * load(m.scale + row);
+  }
+};
+
+// P panels times T tokens: as many independent sums as hide the latency of one.
+template <class M, class W, int P, int T>
+inline void tile(const Linear& m, const Input& in, const W* panels, int panel, int token, float* y,
+                 int64_t y_stride, Into into) {
+  const int groups = (m.cols + M::inner - 1) / M::inner;
+  const int64_t panel_size = (int64_t)groups * M::inner * LANES;
+  typename M::Sum sums[P][T];
+  repeat<P>([&](auto p) { repeat<T>([&](auto t) { sums[p][t] = M::none(); }); });
+  const W* w = panels + panel * panel_size;
+  const auto* x = M::activations(in, token);
+  const int64_t stride = M::activations(in, 1) - M::activations(in, 0);
+  for (int g = 0; g < groups; g++) {
+    repeat<P>([&](auto p) {
+      const auto weights = M::weights(w + p * panel_size);
+      repeat<T>([&](auto t) { sums[p][t] = M::accumulate(sums[p][t], x + t * stride, weights); });
+    });
+    w += M::inner * LANES;
+    x += M::inner;
+  }
+  repeat<P>([&](auto p) {
+    repeat<T>([&](auto t) {
+      const int row = (panel + p) * LANES;
+      F16 out = M::finish(sums[p][t], m, in, token + t, row);
+      if (m.bias) out = out + load(m.bias + row);
+      float* to = y + (token + t) * y_stride + row;
+      if (row + LANES <= m.rows) {
+        store(to, into == ADD ? load(to) + out : out);
+      } else {  // the last panel of a height that is no multiple of 16
+        float lanes[LANES];
+        store(lanes, out);
+        for (int i = 0; row + i < m.rows; i++) to[i] = into == ADD ? to[i] + lanes[i] : lanes[i];
+      }
+    });
+  });
+}
+
+template <class M, class W, int T>
+inline void panel_range(const Linear& m, const Input& in, int first, int last, int token, float* y,
+                        int64_t y_stride, Into into) {
+  constexpr int P = std::clamp(M::sums / T, 1, 4);
+  const W* panels = (const W*)m.weight;
+  int panel = first;
+  for (; panel + P <= last; panel += P) tile<M, W, P, T>(m, in, panels, panel, token, y, y_stride, into);
+  for (; panel < last; panel++) tile<M, W, 1, T>(m, in, panels, panel, token, y, y_stride, into);
+}
+
+// Panels [first, last) for all tokens; few panels at a time, so that they are read once from memory
+// and then from the cache.
+template <class M, class W>
+void run_panels(const Linear& m, const Input& in, int first, int last, int tokens, float* y,
+                int64_t y_stride, Into into) {
+  const int tiles = (tokens + M::sums - 1) / M::sums;
+  const int step = tiles == 1 ? last - first : 1;
+  for (int panel = first; panel < last; panel += step) {
+    const int end = panel + step < last ? panel + step : last;
+    for (int i = 0; i < tiles; i++) {
+      const int token = (int64_t)tokens * i / tiles, num = (int64_t)tokens * (i + 1) / tiles - token;
+      switch (num) {
+#define CASE(T) \
+  case T: panel_range<M, W, T>(m, in, panel, end, token, y, y_stride, into); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__)
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+      }
+    }
+  }
+}
+
+inline int num_panels(const Linear& m) { return (m.rows + LANES - 1) / LANES; }
+
+// One thread's share of y (+)= x W^T + b; y [tokens, y_stride].
+inline void linear(const Linear& m, const Input& in, int tokens, float* y, int64_t y_stride, Into into,
+                   int thread, int threads) {
+  const int n = num_panels(m);
+  const int first = (int64_t)n * thread / threads, last = (int64_t)n * (thread + 1) / threads;
+  switch (m.kind) {
+    case FLOAT32:
+      return run_panels<Panels<float>, float>(m, in, first, last, tokens, y, y_stride, into);
+    case BFLOAT16:
+      return run_panels<Panels<uint16_t>, uint16_t>(m, in, first, last, tokens, y, y_stride, into);
+    case INT8:
+      return run_panels<Panels<int8_t>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
+    case INT8_INT8:
+      return run_panels<IntPanels, int8_t>(m, in, first, last, tokens, y, y_stride, into);
+  }
+}
+
+// Row `row` of a packed weight as float32: how a tied embedding is read.
+inline void unpack_row(const Linear& m, int row, float* out) {
+  const int panel = row / LANES, lane = row % LANES;
+  const int64_t at = (int64_t)panel * m.cols * LANES + lane;
+  for (int k = 0; k < m.cols; k++) {
+    const int64_t i = at + (int64_t)k * LANES;
+    if (m.kind == FLOAT32) {
+      out[k] = ((const float*)m.weight)[i];
+    } else if (m.kind == BFLOAT16) {
+      uint32_t bits = (uint32_t)((const uint16_t*)m.weight)[i] << 16;
+      __builtin_memcpy(&out[k], &bits, 4);
+    } else {
+      out[k] = (float)((const int8_t*)m.weight)[i] * m.scale[row];
+    }
+  }
+}
+
+// Whole numbers in [-127, 127] and their step, per token (`quant.int8.quantise_tokens`). A token that
+// is not finite gets the step NaN, which shows in all it touches.
+inline float quantise(const float* x, int cols, Activation* q, int padded) {
+  F16 top = zero(), check = zero();
+  int k = 0;
+  for (; k + LANES <= cols; k += LANES) {
+    F16 v = load(x + k);
+    top = max(top, abs(v));
+    check = fma(v, zero(), check);
+  }
+  float absmax = largest(top), bad = sum(check);
+  for (; k < cols; k++) {
+    absmax = std::fabs(x[k]) > absmax ? std::fabs(x[k]) : absmax;
+    bad += x[k] * 0.0f;
+  }
+  float step = absmax / 127.0f;
+  if (step == 0.0f) step = 1.0f;
+  float lanes[LANES];
+  for (k = 0; k < cols; k += LANES) {
+    const int num = cols - k < LANES ? cols - k : LANES;
+    if (num == LANES) {
+      store(lanes, nearest(load(x + k) / all(step)));
+    } else {
+      for (int i = 0; i < num; i++) lanes[i] = std::nearbyintf(x[k + i] / step);
+    }
+    for (int i = 0; i < num; i++) q[k + i] = (Activation)((int)lanes[i] + OFFSET);
+  }
+  for (k = cols; k < padded; k++) q[k] = 0;
+  return bad == 0.0f ? step : NAN;
+}

@@ -1,0 +1,128 @@
+"""The compiled linear maps against torch, and what happens where they cannot be built."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from quant.int8 import dequantise_weight, quantise_tokens, quantise_weight
+from rollout import kernels
+from rollout.compiled_weights import Packer
+from rollout.errors import KernelsUnavailable
+from rollout.kernels import find_kernels, pointer
+
+SHAPES = [(16, 16), (48, 33), (100, 7), (5, 130), (960, 576)]
+"""[rows, cols]: whole panels and parts of one, odd and even widths."""
+
+
+def linear(
+    matrix: object,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    int8_inputs: bool,
+    threads: int = 1,
+) -> torch.Tensor:
+    packer = Packer(find_kernels())
+    packed = packer.linear(matrix, bias, int8_inputs=int8_inputs)  # type: ignore[arg-type]
+    y = torch.full((x.shape[0], packed.rows), torch.nan)
+    find_kernels().library.er_linear(packed, pointer(x), x.shape[0], pointer(y), threads)
+    return y
+
+
+def made(rows: int, cols: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows + cols)
+    return (
+        torch.randn(rows, cols, generator=generator),
+        torch.randn(tokens, cols, generator=generator),
+        torch.randn(rows, generator=generator),
+    )
+
+
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+@pytest.mark.parametrize("tokens", range(1, 15))
+def test_every_kind_of_map_computes_what_torch_computes(rows: int, cols: int, tokens: int) -> None:
+    weight, x, bias = made(rows, cols, tokens)
+    narrow, quantised = weight.bfloat16(), quantise_weight(weight, torch.float32)
+    whole, steps = quantise_tokens(x)
+    sums = (whole.double() @ quantised.values.double().T).float()  # exact
+    rounded = sums * steps[:, None] * quantised.scales
+    for matrix, int8_inputs, expected in (
+        (weight, False, x.double() @ weight.double().T),
+        (narrow, False, x.double() @ narrow.double().T),
+        (quantised, False, x.double() @ dequantise_weight(quantised).double().T),
+        (quantised, True, rounded),
+    ):
+        for b in (None, bias):
+            y = linear(matrix, x, b, int8_inputs=int8_inputs)
+            at_most = 1e-6 if int8_inputs else 1e-5 * cols**0.5
+            torch.testing.assert_close(
+                y.double(),
+                expected.double() + (0 if b is None else b.double()),
+                atol=at_most, rtol=1e-6,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("int8_inputs", [False, True])
+def test_a_token_has_the_same_result_in_every_batch_and_with_every_number_of_threads(
+    int8_inputs: bool,
+) -> None:
+    weight, x, bias = made(100, 130, 40)
+    for matrix in (weight, quantise_weight(weight, torch.float32)):
+        inputs = int8_inputs and matrix is not weight
+        whole = linear(matrix, x, bias, int8_inputs=inputs)
+        for first, last in [(0, 1), (3, 5), (7, 20), (0, 40), (39, 40)]:
+            for threads in (1, 2, 3):
+                part = x[first:last].contiguous()
+                some = linear(matrix, part, bias, int8_inputs=inputs, threads=threads)
+                assert torch.equal(some, whole[first:last])
+
+
+def test_a_token_that_is_not_finite_shows_and_touches_no_other() -> None:
+    weight, x, _ = made(32, 48, 3)
+    x[1, 5] = torch.inf
+    for int8_inputs in (False, True):
+        matrix = quantise_weight(weight, torch.float32)
+        y = linear(matrix, x, None, int8_inputs=int8_inputs)
+        assert not bool(y[1].isfinite().any())
+        assert bool(y[[0, 2]].isfinite().all())
+
+
+def test_activations_far_from_one_lose_nothing() -> None:
+    """All of a token at one magnitude, tiny or huge, and a token of zeros."""
+    weight, x, _ = made(32, 64, 3)
+    quantised = quantise_weight(weight, torch.float32)
+    for factor in (1e-30, 1e30):
+        y = linear(quantised, x * factor, None, int8_inputs=True)
+        torch.testing.assert_close(y / factor, linear(quantised, x, None, int8_inputs=True))
+    assert bool((linear(quantised, x * 0, None, int8_inputs=True) == 0).all())
+
+
+def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+
+    def compile_(command: list[str], **_: object) -> None:
+        compiled.append(command)
+        Path(command[-1]).write_bytes(b"library")
+
+    monkeypatch.setattr(subprocess, "run", compile_)
+    assert kernels._build("g++", tmp_path / "kernels" / "key.so")
+    assert not kernels._build("g++", tmp_path / "kernels" / "key.so")
+    assert len(compiled) == 1
+    assert (tmp_path / "kernels" / "key.so").read_bytes() == b"library"
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(compiler: str, tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailable, match=compiler):
+        kernels._build(compiler, tmp_path / "key.so")
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_another_processor_compiler_or_source_is_another_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = {kernels._key("g++"), kernels._key("c++")}
+    monkeypatch.setattr(kernels, "FLAGS", ("-O0",))
+    assert len(keys | {kernels._key("g++")}) == 3
