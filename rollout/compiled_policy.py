@@ -29,8 +29,8 @@ class CompiledPolicy:
     """Runs one model for `num_slots` rows of up to `context_len` tokens each.
 
     `max_cached_tokens` caps the cache (at least `context_len`), shared prompts counted once, the
-    cap and every row rounded up to whole pages of 16; None gives every slot its whole context. Raises KernelsUnavailable where the
-    kernels cannot be built or cannot run the model.
+    cap and every row rounded up to whole pages of 16; None gives every slot its whole context.
+    Raises KernelsUnavailable where the kernels cannot be built or cannot run the model.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -138,8 +139,8 @@ def find_kernels() -> Kernels:
     folder = Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "exact-rollout"))
     path = folder / "kernels" / f"{_key(compiler)}.so"
     started = time.monotonic()
-    built = _build(compiler, path)
-    return _load(path, time.monotonic() - started if built else 0.0)
+    built = build(compiler, path)
+    return load(path, time.monotonic() - started if built else 0.0)
 
 
 def _key(compiler: str) -> str:
@@ -153,7 +154,7 @@ def _key(compiler: str) -> str:
     return sha.hexdigest()[:16]
 
 
-def _build(compiler: str, path: Path) -> bool:
+def build(compiler: str, path: Path, flags: Sequence[str] = FLAGS) -> bool:
     """Compiles unless it was done before; one process at a time, the others wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
@@ -161,7 +162,7 @@ def _build(compiler: str, path: Path) -> bool:
         if path.exists():
             return False
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as target:
-            command = [compiler, *FLAGS, str(SOURCES / "decoder.cpp"), "-o", target.name]
+            command = [compiler, *flags, str(SOURCES / "decoder.cpp"), "-o", target.name]
         try:
             subprocess.run(
                 command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S
@@ -175,7 +176,8 @@ def _build(compiler: str, path: Path) -> bool:
     return True
 
 
-def _load(path: Path, build_s: float) -> Kernels:
+def load(path: Path, build_s: float = 0.0) -> Kernels:
+    """A library that was built."""
     library = ctypes.CDLL(str(path))
     library.er_scratch.restype = ctypes.c_void_p
     library.er_free.argtypes = [ctypes.c_void_p]

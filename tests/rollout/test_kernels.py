@@ -6,17 +6,44 @@ from pathlib import Path
 import pytest
 import torch
 
+from quant.formats import FORMATS, FormatName
 from quant.int8 import dequantise_weight, quantise_tokens, quantise_weight
-from rollout import kernels
+from rollout import compiled_policy, kernels
+from rollout.checkpoint import read_config
 from rollout.compiled_weights import Packer
 from rollout.errors import KernelsUnavailable
-from rollout.kernels import find_kernels, pointer
+from rollout.kernels import Kernels, find_kernels, pointer
+from rollout.policy import Window
+from tests.rollout.policies import packed_weights
 
 SHAPES = [(16, 16), (48, 33), (100, 7), (5, 130), (960, 576)]
 """[rows, cols]: whole panels and parts of one, odd and even widths."""
 
 
+INSTRUCTIONS = {
+    "native": None,
+    "AVX-512": ("__AVX512F__", "__AVX512BW__"),
+    "AVX-512 VNNI": ("__AVX512F__", "__AVX512BW__", "__AVX512VNNI__"),
+}
+"""AVX-512 lane by lane (avx512/immintrin.h), so that it is tested where it does not run."""
+
+
+@pytest.fixture(scope="session", params=INSTRUCTIONS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    macros = INSTRUCTIONS[request.param]
+    if macros is None:
+        return find_kernels()
+    path = tmp_path_factory.mktemp("avx512") / "kernels.so"
+    flags = ["-O0", *(f for f in kernels.FLAGS if not f.startswith(("-march", "-O")))]
+    include = Path(__file__).parent / "avx512"
+    kernels.build("g++", path, [*flags, f"-I{include}", *(f"-D{macro}=1" for macro in macros)])
+    made = kernels.load(path)
+    assert made.instructions == request.param
+    return made
+
+
 def linear(
+    library: Kernels,
     matrix: object,
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -24,10 +51,10 @@ def linear(
     int8_inputs: bool,
     threads: int = 1,
 ) -> torch.Tensor:
-    packer = Packer(find_kernels())
+    packer = Packer(library)
     packed = packer.linear(matrix, bias, int8_inputs=int8_inputs)  # type: ignore[arg-type]
     y = torch.full((x.shape[0], packed.rows), torch.nan)
-    find_kernels().library.er_linear(packed, pointer(x), x.shape[0], pointer(y), threads)
+    library.library.er_linear(packed, pointer(x), x.shape[0], pointer(y), threads)
     return y
 
 
@@ -42,7 +69,9 @@ def made(rows: int, cols: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor,
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("tokens", range(1, 15))
-def test_every_kind_of_map_computes_what_torch_computes(rows: int, cols: int, tokens: int) -> None:
+def test_every_kind_of_map_computes_what_torch_computes(
+    rows: int, cols: int, tokens: int, library: Kernels
+) -> None:
     weight, x, bias = made(rows, cols, tokens)
     narrow, quantised = weight.bfloat16(), quantise_weight(weight, torch.float32)
     whole, steps = quantise_tokens(x)
@@ -55,7 +84,7 @@ def test_every_kind_of_map_computes_what_torch_computes(rows: int, cols: int, to
         (quantised, True, rounded),
     ):
         for b in (None, bias):
-            y = linear(matrix, x, b, int8_inputs=int8_inputs)
+            y = linear(library, matrix, x, b, int8_inputs=int8_inputs)
             at_most = 1e-6 if int8_inputs else 1e-5 * cols**0.5
             torch.testing.assert_close(
                 y.double(),
@@ -66,37 +95,39 @@ def test_every_kind_of_map_computes_what_torch_computes(rows: int, cols: int, to
 
 @pytest.mark.parametrize("int8_inputs", [False, True])
 def test_a_token_has_the_same_result_in_every_batch_and_with_every_number_of_threads(
-    int8_inputs: bool,
+    int8_inputs: bool, library: Kernels
 ) -> None:
     weight, x, bias = made(100, 130, 40)
     for matrix in (weight, quantise_weight(weight, torch.float32)):
         inputs = int8_inputs and matrix is not weight
-        whole = linear(matrix, x, bias, int8_inputs=inputs)
+        whole = linear(library, matrix, x, bias, int8_inputs=inputs)
         for first, last in [(0, 1), (3, 5), (7, 20), (0, 40), (39, 40)]:
             for threads in (1, 2, 3):
                 part = x[first:last].contiguous()
-                some = linear(matrix, part, bias, int8_inputs=inputs, threads=threads)
+                some = linear(library, matrix, part, bias, int8_inputs=inputs, threads=threads)
                 assert torch.equal(some, whole[first:last])
 
 
-def test_a_token_that_is_not_finite_shows_and_touches_no_other() -> None:
+def test_a_token_that_is_not_finite_shows_and_touches_no_other(library: Kernels) -> None:
     weight, x, _ = made(32, 48, 3)
     x[1, 5] = torch.inf
     for int8_inputs in (False, True):
         matrix = quantise_weight(weight, torch.float32)
-        y = linear(matrix, x, None, int8_inputs=int8_inputs)
+        y = linear(library, matrix, x, None, int8_inputs=int8_inputs)
         assert not bool(y[1].isfinite().any())
         assert bool(y[[0, 2]].isfinite().all())
 
 
-def test_activations_far_from_one_lose_nothing() -> None:
+def test_activations_far_from_one_lose_nothing(library: Kernels) -> None:
     """All of a token at one magnitude, tiny or huge, and a token of zeros."""
     weight, x, _ = made(32, 64, 3)
     quantised = quantise_weight(weight, torch.float32)
     for factor in (1e-30, 1e30):
-        y = linear(quantised, x * factor, None, int8_inputs=True)
-        torch.testing.assert_close(y / factor, linear(quantised, x, None, int8_inputs=True))
-    assert bool((linear(quantised, x * 0, None, int8_inputs=True) == 0).all())
+        y = linear(library, quantised, x * factor, None, int8_inputs=True)
+        torch.testing.assert_close(
+            y / factor, linear(library, quantised, x, None, int8_inputs=True)
+        )
+    assert bool((linear(library, quantised, x * 0, None, int8_inputs=True) == 0).all())
 
 
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +138,8 @@ def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Path(command[-1]).write_bytes(b"library")
 
     monkeypatch.setattr(subprocess, "run", compile_)
-    assert kernels._build("g++", tmp_path / "kernels" / "key.so")
-    assert not kernels._build("g++", tmp_path / "kernels" / "key.so")
+    assert kernels.build("g++", tmp_path / "kernels" / "key.so")
+    assert not kernels.build("g++", tmp_path / "kernels" / "key.so")
     assert len(compiled) == 1
     assert (tmp_path / "kernels" / "key.so").read_bytes() == b"library"
 
@@ -116,7 +147,7 @@ def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
 def test_a_compiler_that_fails_is_named_and_leaves_nothing(compiler: str, tmp_path: Path) -> None:
     with pytest.raises(KernelsUnavailable, match=compiler):
-        kernels._build(compiler, tmp_path / "key.so")
+        kernels.build(compiler, tmp_path / "key.so")
     assert not list(tmp_path.glob("*.so"))
 
 
@@ -126,3 +157,23 @@ def test_another_processor_compiler_or_source_is_another_library(
     keys = {kernels._key("g++"), kernels._key("c++")}
     monkeypatch.setattr(kernels, "FLAGS", ("-O0",))
     assert len(keys | {kernels._key("g++")}) == 3
+
+
+@pytest.mark.parametrize("format_", ["none", "int8_w8a16", "int8_w8a8"])
+def test_a_forward_is_the_same_on_every_set_of_instructions(
+    format_: FormatName, library: Kernels, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms, rotation, attention and all: what the lanes of either width compute is near equal."""
+    windows = [Window(0, 0, tuple(range(3, 40)), 37), Window(1, 0, (5, 6, 7), 3)]
+    logits = []
+    for made in (find_kernels(), library):
+        monkeypatch.setattr(compiled_policy, "find_kernels", lambda made=made: made)
+        policy = compiled_policy.CompiledPolicy(
+            read_config(tiny_llama), FORMATS[format_], num_slots=2, context_len=64,
+            dtype=torch.float32,
+        )  # fmt: skip
+        policy.swap(policy.load(packed_weights(tiny_llama, format_)))
+        logits.append(policy.score(windows))
+    errors = (logits[0] - logits[1]).abs().amax(-1)
+    assert float(errors.median()) < 1e-4
+    assert float(errors.max()) < {"none": 1e-4, "int8_w8a16": 0.05, "int8_w8a8": 1.0}[format_]
