@@ -19,6 +19,9 @@ import torch
 from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
+from quant.formats import FORMATS, FormatName
+from rollout.checkpoint import read_config
+from rollout.compiled_policy import CompiledPolicy
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen, RoundCost
 from rollout.engine import InFlight
 from rollout.native_engine import NativeEngine
@@ -339,3 +342,48 @@ def test_a_transformer_under_random_load_emits_what_each_request_does_alone(
     reference = NativeEngine(plain, NoProposer(), FixedDraftLen(0))
     for sample in soak.samples:
         check_alone(sample, alone(sample, reference, weights), tolerance=1e-4)
+
+
+# ---- the compiled policy ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("format_", "branching", "num_rounds"),
+    [("none", False, 2000), ("none", True, 300), ("int8_w8a8", False, 500)],
+)
+def test_compiled_kernels_under_random_load_emit_what_each_request_does_alone(
+    format_: FormatName, branching: bool, num_rounds: int, tiny_llama: Path
+) -> None:
+    """Bit for bit in every format, W8A8 too, where one rounding more would change the text; trees
+    within rounding, for their entries are summed up from other places."""
+
+    def policy(**sizes: Any) -> CompiledPolicy:
+        return CompiledPolicy(
+            read_config(tiny_llama), FORMATS[format_], context_len=48, dtype=torch.float32, **sizes
+        )
+
+    plain, capped = policy(num_slots=1), policy(num_slots=5, max_cached_tokens=80)
+    updates = [
+        plain.load(packed_weights(tiny_llama, format_, change=lambda _, tensor, c=c: tensor * c))
+        for c in (1.0, 1.03)
+    ]
+
+    def weights(version: int) -> Any:
+        return updates[version % 2]
+
+    draft_len = FixedDraftLen(5, branching=branching)
+    engine = NativeEngine(capped, HistoryProposer(), draft_len, max_round_tokens=16)
+    engine.load(weights(0), version=0, digest="0")
+    soak = Soak(engine, weights, llama_group, seed=3)
+    soak.run(num_rounds)
+    gauges, counters = engine.gauges(), engine.counters()
+    assert gauges["count/preemptions"] > 5 and gauges["count/refill_tokens"] > 20
+    assert counters.accepted > 3 and counters.corrections > 20
+    assert sum(len(sample.version_spans) > 1 for sample in soak.samples) > 1
+    reference = NativeEngine(plain, NoProposer(), FixedDraftLen(0))
+    for sample in soak.samples:
+        tolerance = 1e-4 if branching else 0.0
+        check_alone(sample, alone(sample, reference, weights), tolerance=tolerance)
+    for slot in range(5):
+        capped.truncate(slot, 0)
+    assert capped.cache.num_free == capped.cache.num_pages
