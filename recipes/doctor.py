@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from quant.linear import has_bf16_gemm, has_vnni
+from quant.linear import has_bf16_gemm
 from recipes.smollm2 import INSTALL, PACKAGE, cache_folder
+from rollout.errors import KernelsUnavailable
+from rollout.kernels import find_kernels
 
 FOLDERS = ("rollout", "actors", "proposers", "quant", "recipes")
 PROJECT = Path(__file__).resolve().parent.parent
@@ -34,7 +36,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Looks at everything; starts nothing."""
+    """Looks at everything; builds the CPU kernels if this is the first use of them."""
     return [*map(_folder, FOLDERS), *(check() for check in CHECKS)]
 
 
@@ -57,13 +59,13 @@ def _model() -> Finding:
     return Finding("SmolLM2", False, False, f"the quickstart needs it: {INSTALL}")
 
 
-def _int8() -> Finding:
-    text = (
-        "VNNI: W8A8 runs torch._int_mm"
-        if has_vnni()
-        else "no VNNI: W8A8 runs a float32 GEMM over int8 values; INT8 saves memory, little time"
-    )
-    return Finding("int8 products", has_vnni(), False, text)
+def _kernels() -> Finding:
+    try:
+        kernels = find_kernels()
+    except KernelsUnavailable as error:
+        return Finding("kernels", False, False, f"{error}; torch runs instead, several times slower")
+    how = f"compiled in {kernels.build_s:.0f} s" if kernels.build_s else "compiled before"
+    return Finding("kernels", True, False, f"{kernels.instructions}, {how}")
 
 
 def _bf16() -> Finding:
@@ -101,7 +103,7 @@ def _wandb() -> Finding:
 
 
 CHECKS: Sequence[Callable[[], Finding]] = (
-    _model, _cores, _int8, _bf16, _gpu, _shared_memory, _disk, _wandb,
+    _model, _cores, _kernels, _bf16, _gpu, _shared_memory, _disk, _wandb,
 )  # fmt: skip
 
 
