@@ -8,9 +8,16 @@ the scales, the values are the same bit for bit. The scale rule is `torchao`'s r
 range; `compressed-tensors` itself would take absmax / 127.5 and use -128.
 
 Two uses of the same weights:
-- W8A16: activations stay in bf16; scales are rounded to bf16 *before* the weights are, since the
-  packed kernel multiplies by bf16 scales. Format, not accident: the pair (q, scale) is the weight.
-- W8A8: activations are quantised per token at run time; scales are float32.
+- W8A16: activations keep 16 bits or more: torch's kernel rounds them to bf16, the compiled kernels
+  (rollout/csrc) do not round. Scales are rounded to bf16 *before* the weights are, since torch's packed
+  kernel multiplies by bf16 scales. Format, not accident: the pair (q, scale) is the weight.
+- W8A8: activations are quantised per token at run time; scales are float32. The format is chaotic: an
+  activation on the edge of two steps falls to either side by a rounding, and the step is magnified from
+  layer to layer (SmolLM2: a change of 1e-6 moves logits by .5). Two forwards that are not equal bit for
+  bit are two laws, so plain decoding and verification agree only on kernels whose results do not depend
+  on the batch, as the compiled ones.
+
+In both the output head is INT8 weights under activations that are not rounded.
 """
 
 from dataclasses import dataclass
