@@ -63,7 +63,9 @@ def _kernels() -> Finding:
     try:
         kernels = find_kernels()
     except KernelsUnavailable as error:
-        return Finding("kernels", False, False, f"{error}; torch runs instead, several times slower")
+        return Finding(
+            "kernels", False, False, f"{error}; torch runs instead, several times slower"
+        )
     how = f"compiled in {kernels.build_s:.0f} s" if kernels.build_s else "compiled before"
     return Finding("kernels", True, False, f"{kernels.instructions}, {how}")
 

@@ -65,39 +65,51 @@ inline void score(const Cache<Cached>& cache, int layer, const AttentionItem& it
   const int head_dim = cache.head_dim;
   for (int p = 0; p < pages; p++) {
     const Cached* keys = cache.keys + cache.at(layer, item.window->pages[p], item.kv_head);
+    const int ahead = item.window->pages[p + 1 < pages ? p + 1 : p];  // pages lie anywhere
+    const Cached* next = cache.keys + cache.at(layer, ahead, item.kv_head);
     F16 sums[Q];
-    for (int q = 0; q < Q; q++) sums[q] = zero();
+    repeat<Q>([&](auto q) { sums[q] = zero(); });
     for (int d = 0; d < head_dim; d++) {
-      F16 k = load(keys + d * PAGE);
-#pragma GCC unroll 6
-      for (int q = 0; q < Q; q++) sums[q] = fma(k, all(query[q][d]), sums[q]);
+      __builtin_prefetch(next + d * PAGE);
+      const F16 k = load(keys + d * PAGE);
+      repeat<Q>([&](auto q) { sums[q] = fma(k, broadcast(query[q] + d), sums[q]); });
     }
-    for (int q = 0; q < Q; q++) store(scores + q * stride + p * PAGE, sums[q]);
+    repeat<Q>([&](auto q) { store(scores + q * stride + p * PAGE, sums[q]); });
   }
 }
 
-// C chunks of 16 dimensions of the mean of values under `weights`.
-template <int C, class Cached>
+// C chunks of 16 dimensions of the values' sums under the weights of Q queries, from `dim` on.
+template <int Q, int C, class Cached>
 inline void mix(const Cache<Cached>& cache, int layer, const AttentionItem& item, int entries,
-                const float* weights, F16 factor, int first_dim, float* out) {
-  F16 sums[C];
-  for (int c = 0; c < C; c++) sums[c] = zero();
+                const float* weights, int stride, const float* factors, int dim, float* const* out) {
+  F16 sums[Q][C];
+  repeat<Q>([&](auto q) { repeat<C>([&](auto c) { sums[q][c] = zero(); }); });
   for (int p = 0; p * PAGE < entries; p++) {
     const Cached* values =
-        cache.values + cache.at(layer, item.window->pages[p], item.kv_head) + first_dim;
+        cache.values + cache.at(layer, item.window->pages[p], item.kv_head) + dim;
     const int num = std::min(PAGE, entries - p * PAGE);
+    const int ahead = item.window->pages[(p + 1) * PAGE < entries ? p + 1 : p];
+    const Cached* next = cache.values + cache.at(layer, ahead, item.kv_head) + dim;
     for (int e = 0; e < num; e++) {
-      F16 weight = all(weights[p * PAGE + e]);
-#pragma GCC unroll 4
-      for (int c = 0; c < C; c++)
-        sums[c] = fma(load(values + e * cache.head_dim + c * LANES), weight, sums[c]);
+      __builtin_prefetch(next + e * cache.head_dim);
+      const float* weight = weights + p * PAGE + e;
+      F16 value[C];
+      repeat<C>([&](auto c) { value[c] = load(values + e * cache.head_dim + c * LANES); });
+      repeat<Q>([&](auto q) {
+        const F16 w = broadcast(weight + q * stride);
+        repeat<C>([&](auto c) { sums[q][c] = fma(value[c], w, sums[q][c]); });
+      });
     }
   }
-  for (int c = 0; c < C; c++) store(out + first_dim + c * LANES, sums[c] * factor);
+  repeat<Q>([&](auto q) {
+    const F16 factor = all(factors[q]);
+    repeat<C>([&](auto c) { store(out[q] + dim + c * LANES, sums[q][c] * factor); });
+  });
 }
 
-// Softmax over the entries a token sees, in place and not normalised; returns the sum.
-inline float soften(float* scores, const Window& window, int token, float scale) {
+// Softmax over the entries a token sees, in place and not normalised; returns the sum. Weights up to
+// `longest` are 0 where the token sees nothing.
+inline float soften(float* scores, const Window& window, int token, float scale, int longest) {
   const int entries = window.start + (window.visible ? window.length : token + 1);
   const int end = (entries + PAGE - 1) / PAGE * PAGE;
   auto hide = [&](float value) {
@@ -112,6 +124,7 @@ inline float soften(float* scores, const Window& window, int token, float scale)
   const F16 most = all(largest(top)), by = all(scale);
   for (int e = 0; e < end; e += PAGE) store(scores + e, exp((load(scores + e) - most) * by));
   hide(0.0f);
+  std::fill(scores + end, scores + longest, 0.0f);
   F16 total = zero();
   for (int e = 0; e < end; e += PAGE) total = total + load(scores + e);
   return sum(total);
@@ -143,16 +156,29 @@ void attend(const AttentionItem& item, int layer, const Cache<Cached>& cache, in
       CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #undef CASE
     }
+    const int entries = window.start + (window.visible ? window.length : last + 1);
+    float factors[MANY];
+    float* out[MANY];
     for (int q = 0; q < many; q++) {
       const int token = item.from + (first + q) / group, head = item.kv_head * group + (first + q) % group;
       float* weights = &scores[(size_t)q * longest];
-      const F16 factor = all(1.0f / soften(weights, window, token, scale));
-      const int entries = window.start + (window.visible ? window.length : token + 1);
-      float* out = mixed + (int64_t)(window.first + token) * mixed_stride + (int64_t)head * head_dim;
-      int dim = 0;
-      for (; dim + 4 * LANES <= head_dim; dim += 4 * LANES)
-        mix<4>(cache, layer, item, entries, weights, factor, dim, out);
-      for (; dim < head_dim; dim += LANES) mix<1>(cache, layer, item, entries, weights, factor, dim, out);
+      factors[q] = 1.0f / soften(weights, window, token, scale, pages * PAGE);
+      out[q] = mixed + (int64_t)(window.first + token) * mixed_stride + (int64_t)head * head_dim;
+    }
+    for (int q = 0; q < many; q += 3) {  // 3 queries of 32 dimensions fit the registers
+      auto dims = [&]<int Q>() {
+        const float* weights = &scores[(size_t)q * longest];
+        int dim = 0;
+        for (; dim + 2 * LANES <= head_dim; dim += 2 * LANES)
+          mix<Q, 2>(cache, layer, item, entries, weights, longest, factors + q, dim, out + q);
+        for (; dim < head_dim; dim += LANES)
+          mix<Q, 1>(cache, layer, item, entries, weights, longest, factors + q, dim, out + q);
+      };
+      switch (std::min(3, many - q)) {
+        case 1: dims.template operator()<1>(); break;
+        case 2: dims.template operator()<2>(); break;
+        case 3: dims.template operator()<3>(); break;
+      }
     }
   }
 }

@@ -78,6 +78,8 @@ inline void tile(const Linear& m, const Input& in, const W* panels, int panel, i
   const int64_t stride = M::activations(in, 1) - M::activations(in, 0);
   for (int g = 0; g < groups; g++) {
     repeat<P>([&](auto p) {
+      // Memory is read ahead by as much as is computed on, else the two take turns.
+      __builtin_prefetch(w + (P + p) * panel_size, 0, 2);
       const auto weights = M::weights(w + p * panel_size);
       repeat<T>([&](auto t) { sums[p][t] = M::accumulate(sums[p][t], x + t * stride, weights); });
     });
