@@ -150,7 +150,8 @@ class CompiledPolicy:
             end = window.start + length
             assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"
             assert self.cache.length(window.slot) == window.start, "starts where the cache ends"
-            assert self.cache.grow(window.slot, end), "the cache is full: grow the slot first"
+            grown = self.cache.grow(window.slot, end)
+            assert grown, "the cache is full: grow the slot first"
             ids += window.token_ids
             positions += (window.start + depth for depth in window.depths)
             wanted += range(first + length - window.num_logits, first + length)

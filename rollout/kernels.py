@@ -7,6 +7,7 @@ threads. Where it cannot be built, `find_kernels` says why, and `TransformerPoli
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,8 +23,9 @@ import torch
 
 from rollout.errors import KernelsUnavailable
 
+logger = logging.getLogger(__name__)
+
 SOURCES = Path(__file__).parent / "csrc"
-CACHE_VARIABLE = "EXACT_ROLLOUT_CACHE"
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC",
     "-fno-math-errno",
@@ -136,8 +138,8 @@ def find_kernels() -> Kernels:
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         raise KernelsUnavailable("compiled kernels need g++, which is not on the path")
-    folder = Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "exact-rollout"))
-    path = folder / "kernels" / f"{_key(compiler)}.so"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = caches / "exact-rollout" / "kernels" / f"{_key(compiler)}.so"
     started = time.monotonic()
     built = build(compiler, path)
     return load(path, time.monotonic() - started if built else 0.0)
@@ -156,24 +158,28 @@ def _key(compiler: str) -> str:
 
 def build(compiler: str, path: Path, flags: Sequence[str] = FLAGS) -> bool:
     """Compiles unless it was done before; one process at a time, the others wait for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            return False
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False) as target:
-            command = [compiler, *flags, str(SOURCES / "decoder.cpp"), "-o", target.name]
-        try:
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S
-            )
-            os.replace(target.name, path)
-        except (OSError, subprocess.SubprocessError) as error:
-            Path(target.name).unlink(missing_ok=True)
-            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-            why = next((line for line in said if "error" in line), said[-1] if said else "")
-            raise KernelsUnavailable(f"compiled kernels: {compiler} failed: {why}") from error
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.exists():
+                return False
+            _compile(compiler, path, flags)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        why = next((line for line in said if "error" in line), said[-1] if said else "")
+        raise KernelsUnavailable(f"compiled kernels: {compiler} failed: {why}") from error
     return True
+
+
+def _compile(compiler: str, path: Path, flags: Sequence[str]) -> None:
+    """Under another name first, so that a library is whole or not there."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *flags, str(SOURCES / "decoder.cpp"), "-o", str(made)]
+        logger.info("compiling CPU kernels, once: %s", " ".join(command))
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        os.replace(made, path)
 
 
 def load(path: Path, build_s: float = 0.0) -> Kernels:

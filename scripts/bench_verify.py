@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """What the law and the verification cost: their share of a round, by kind of draft and of law.
 
-    python scripts/bench_verify.py [--rows 8] [--draft-len 4] [--tokens 24] [--repeats 2] [--json]
+    python scripts/bench_verify.py [--rows 8] [--draft-len 4] [--tokens 24] [--repeats 2]
+        [--quant int8_w8a16] [--json]
 
-Regime: SmolLM2-135M (vocabulary 49,152), float32, rows of one length in lock-step, drafts of a twin of
-the target at temperature 1.3 (so the acceptance is real, not chosen). A round here is scoring, law,
-verification, commit and rollback; drafting is left out, since a share of a round with a costly drafter
-says nothing. The kinds alternate within a repeat; a short round of each comes first and is not
+Regime: SmolLM2-135M (vocabulary 49,152), default format and kernels, rows of one length, drafts of a
+twin of the target at temperature 1.3 (so the acceptance is real, not chosen). A round here is scoring,
+law, verification, commit and rollback; drafting is left out, since a share of a round with a costly
+drafter says nothing. The kinds alternate within a repeat; a short round of each comes first and is not
 counted. Before anything is timed, greedy rows must come out as plain decoding makes them.
 
 Beside the share stands the roofline: the time in which this machine reads the scored logits once, by
@@ -27,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from actors.engine_spec import EngineSpec, make_policy
 from proposers.none import NoProposer
-from quant.formats import FORMATS
+from quant.formats import FORMATS, FormatName
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_config, read_tokenizer, read_weights
 from rollout.draft import DenseLaw, Draft
@@ -38,12 +40,11 @@ from rollout.drafting import Drafting, sparse_law
 from rollout.engine import run_to_end
 from rollout.native_engine import NativeEngine
 from rollout.packing import pack
-from rollout.policy import Window
+from rollout.policy import Policy, Window
 from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample
 from rollout.row import Row
 from rollout.sampling import SamplingParams
-from rollout.transformer_policy import DecoderWeights, TransformerPolicy
 
 GOAL_SHARE = 0.15
 """Of a round, for the plain law."""
@@ -64,7 +65,7 @@ PHASES = ("score", "verify", "commit")
 class TwinProposer(NoProposer):
     """Drafts by a second instance of the target; its laws are of the kind asked for."""
 
-    def __init__(self, policy: TransformerPolicy, kind: str) -> None:
+    def __init__(self, policy: Policy, kind: str) -> None:
         self._policy, self._kind = policy, kind
         self._cached: dict[int, int] = {}
 
@@ -116,23 +117,21 @@ class Measurement:
 class Bench:
     """Two instances of one model and what is run on them."""
 
-    def __init__(self, num_rows: int, draft_len: int, num_tokens: int) -> None:
+    def __init__(self, num_rows: int, draft_len: int, num_tokens: int, quant: FormatName) -> None:
         folder = model_folder("smollm2")
-        config, format_ = read_config(folder), FORMATS["none"]
-        packed = pack(read_weights(folder).items(), config, format_, torch.float32)
+        config = read_config(folder)
         self._ids = tuple(read_tokenizer(folder).encode(TEXT))
         self._num_rows, self._draft_len, self._num_tokens = num_rows, draft_len, num_tokens
-        self._policies = [
-            TransformerPolicy(
-                config,
-                format_,
-                num_slots=num_rows,
-                context_len=len(self._ids) + num_tokens + draft_len + 1,
-                dtype=torch.float32,
-            )
-            for _ in range(2)
-        ]
-        self._weights: DecoderWeights = self._policies[0].load(packed)
+        spec = EngineSpec(
+            str(folder),
+            format=quant,
+            num_slots=num_rows,
+            context_len=len(self._ids) + num_tokens + draft_len + 1,
+        )
+        packed = pack(read_weights(folder).items(), config, FORMATS[quant], spec.torch_dtype)
+        self._policies = [make_policy(spec) for _ in range(2)]
+        self._weights = self._policies[0].load(packed)
+        self.kernels: dict[str, str] = self._weights.kernels()
         self.vocab_size = config.vocab_size
 
     def run(
@@ -222,6 +221,7 @@ def main() -> None:
     parser.add_argument("--draft-len", type=int, default=4, help="drafted tokens a row and round")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens a row")
     parser.add_argument("--repeats", type=int, default=2, help="times each kind is measured")
+    parser.add_argument("--quant", choices=list(FORMATS), default="int8_w8a16", help="weights")
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     arguments = parser.parse_args()
     progress = sys.stderr.isatty() and not arguments.json
@@ -231,12 +231,15 @@ def main() -> None:
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
     tell("loading SmolLM2, checking that greedy rows come out right")
-    bench = Bench(arguments.rows, arguments.draft_len, arguments.tokens)
+    bench = Bench(arguments.rows, arguments.draft_len, arguments.tokens, arguments.quant)
     bench.check_exact()
     results = measure(bench, arguments, tell)
     tell("")
     if not arguments.json:
-        print(f"B={arguments.rows}, K={arguments.draft_len}, V={bench.vocab_size}, ")
+        print(
+            f"B={arguments.rows}, K={arguments.draft_len}, V={bench.vocab_size}, {arguments.quant}"
+        )
+        print(f"blocks: {bench.kernels['blocks']}; head: {bench.kernels['head']}")
         print(f"{torch.get_num_threads()} threads; share = law + verify + commit of a round")
         print(f"{'law':24}{'draft':8}{'round ms':>9}{'ours ms':>9}{'share (range)':>22}"
               f"{'passes':>8}{'accepted':>10}")  # fmt: skip
@@ -248,7 +251,8 @@ def main() -> None:
         beyond = [r for r in results if r.share > GOAL_SHARE]
         print(f"beyond {GOAL_SHARE:.0%} of the round: "
               f"{', '.join(f'{r.law} with {r.draft} drafts' for r in beyond) or 'none'}")  # fmt: skip
-    print(json.dumps({"rows": arguments.rows, "draft_len": arguments.draft_len,
+    print(json.dumps({"quant": arguments.quant, "kernels": bench.kernels,
+                      "rows": arguments.rows, "draft_len": arguments.draft_len,
                       "vocab_size": bench.vocab_size, "threads": torch.get_num_threads(),
                       "results": [asdict(r) for r in results]}))  # fmt: skip
 

@@ -151,6 +151,12 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(compiler: str, tmp_pa
     assert not list(tmp_path.glob("*.so"))
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(KernelsUnavailable, match="file"):
+        kernels.build("g++", tmp_path / "file" / "kernels" / "key.so")
+
+
 def test_another_processor_compiler_or_source_is_another_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
