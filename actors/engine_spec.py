@@ -14,12 +14,13 @@ from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
-from rollout.checkpoint import read_config, read_tokenizer
+from rollout.checkpoint import read_config, read_tokenizer, read_weights
 from rollout.compiled_policy import CompiledPolicy
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
 from rollout.errors import InvalidConfig, KernelsUnavailable
 from rollout.grammar import CompileGrammar
 from rollout.native_engine import NativeEngine
+from rollout.packing import pack
 from rollout.policy import Policy
 from rollout.proposer import Proposer
 from rollout.request import Mode
@@ -137,6 +138,13 @@ def make_policy(
         dtype=spec.torch_dtype,
         device=spec.device,
     )
+
+
+def pack_folder(spec: EngineSpec) -> dict[str, torch.Tensor]:
+    """The folder's weights as an update for the engine that a spec names."""
+    folder = Path(spec.model_folder)
+    weights = read_weights(folder).items()
+    return pack(weights, read_config(folder), FORMATS[spec.format], spec.torch_dtype)
 
 
 @lru_cache(maxsize=4)

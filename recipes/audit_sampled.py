@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 from scipy import special
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from actors.engine_spec import EngineSpec, make_engine, make_policy, num_ids
+from actors.engine_spec import EngineSpec, make_engine, make_policy, num_ids, pack_folder
 from quant.formats import FORMATS
 from quant.int8 import dequantise_weight, quantise_weight
 from recipes.audit_statistics import (
@@ -57,10 +57,10 @@ from recipes.audit_statistics import (
     two_sample,
     uniformity,
 )
-from rollout.checkpoint import read_config, read_tokenizer, read_weights
+from rollout.checkpoint import read_config, read_tokenizer
 from rollout.engine import Engine
 from rollout.errors import InvalidConfig
-from rollout.packing import digest, pack, quantised_matrices
+from rollout.packing import digest, quantised_matrices
 from rollout.policy import Window
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
@@ -409,7 +409,7 @@ class UncachedReference:
         dtype = str(spec.torch_dtype).removeprefix("torch.")
         self.name = f"own decoder, {spec.format} in {dtype}, one uncached forward a sequence"
         self._policy = make_policy(spec, num_slots=1)
-        self._policy.swap(self._policy.load(_packed(spec)))
+        self._policy.swap(self._policy.load(pack_folder(spec)))
         self._num_ids = num_ids(Path(spec.model_folder))
 
     def logits(
@@ -433,13 +433,6 @@ def _real(logits: torch.Tensor, num: int) -> torch.Tensor:
 def make_reference(spec: EngineSpec) -> Reference:
     """What an engine of this spec is compared with; good for every audit of the same weights."""
     return UncachedReference(spec) if spec.format == "int8_w8a8" else TransformersReference(spec)
-
-
-def _packed(spec: EngineSpec) -> dict[str, torch.Tensor]:
-    """The folder's weights as an update for the engine."""
-    folder = Path(spec.model_folder)
-    weights = read_weights(folder).items()
-    return pack(weights, read_config(folder), FORMATS[spec.format], spec.torch_dtype)
 
 
 # ---- what is generated ----------------------------------------------------------------------------
@@ -535,7 +528,7 @@ class _Source:
     """Fresh engines under one set of weights."""
 
     def __init__(self, engine_factory: Callable[[EngineSpec], Engine], spec: EngineSpec) -> None:
-        self.spec, self._factory, self._weights = spec, engine_factory, _packed(spec)
+        self.spec, self._factory, self._weights = spec, engine_factory, pack_folder(spec)
         self.digest = digest(self._weights)
         self.num_requested, self.seconds = 0, 0.0
 

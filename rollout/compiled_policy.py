@@ -17,12 +17,13 @@ from quant.formats import Format
 from quant.int8 import Int8Weight
 from rollout.compiled_weights import CompiledWeights, compile_weights, runs_compiled
 from rollout.decoder import DecoderConfig
+from rollout.decoder_weights import rotations
 from rollout.errors import KernelsUnavailable
 from rollout.kernels import PHASES, Batch, Cache, find_kernels, pointer
 from rollout.kernels import Window as KernelWindow
 from rollout.packing import unpack
 from rollout.paged_cache import PAGE, PagedCache, pages_for
-from rollout.policy import Window, num_in_place
+from rollout.policy import Window, ancestors, num_in_place
 
 
 class CompiledPolicy:
@@ -72,9 +73,7 @@ class CompiledPolicy:
             pointer(self._keys), pointer(self._values), num_pages, config.num_kv_heads,
             config.head_dim,
         )  # fmt: skip
-        angles = torch.outer(torch.arange(self.context_len).float(), torch.tensor(config.inv_freq))
-        self._cos = (angles.cos() * config.rope_scale).contiguous()  # [context_len, D / 2]
-        self._sin = (angles.sin() * config.rope_scale).contiguous()
+        self._cos, self._sin = rotations(config, self.context_len)  # [context_len, D / 2]
         self._scratch = ctypes.c_void_p(self._kernels.library.er_scratch())
         self._seconds = np.zeros(len(PHASES))
 
@@ -157,7 +156,7 @@ class CompiledPolicy:
             wanted += range(first + length - window.num_logits, first + length)
             visible = None
             if not window.is_chain:
-                masks.append(visible_tokens(window))
+                masks.append(ancestors([window])[0].numpy())
                 visible = masks[-1].ctypes.data
             table = self.cache.tables[window.slot].ctypes.data
             kernel_windows[index] = KernelWindow(first, length, window.start, 0, table, visible)
@@ -178,12 +177,3 @@ class CompiledPolicy:
     def seconds(self) -> dict[str, float]:
         """Time spent so far in each step of the forward, barriers included."""
         return dict(zip(PHASES, self._seconds.tolist()))
-
-
-def visible_tokens(window: Window) -> np.ndarray:
-    """[n, n] which tokens of a tree window each token sees: its path from the root."""
-    num = len(window.token_ids)
-    visible = np.zeros((num, num), dtype=np.uint8)
-    for index in range(num):
-        visible[index, list(window.path(index))] = 1
-    return visible

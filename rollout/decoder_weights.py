@@ -45,6 +45,12 @@ def block_tensors(tensors: Tensors, config: DecoderConfig, layer: int) -> BlockT
     )
 
 
+def rotations(config: DecoderConfig, context_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [context_len, D / 2] of the rotary angles, float32."""
+    angles = torch.outer(torch.arange(context_len).float(), torch.tensor(config.inv_freq))
+    return angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
+
+
 def plain(tensors: Tensors, name: str) -> torch.Tensor:
     """A tensor that no format quantises."""
     tensor = tensors[name]

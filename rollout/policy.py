@@ -124,3 +124,15 @@ def num_in_place(kept: Sequence[int]) -> int:
     steps = zip((ROOT, *kept), kept)
     assert all(one < next_ for one, next_ in steps), f"kept {kept}: expected to be increasing"
     return sum(index == entry for index, entry in enumerate(kept))
+
+
+def ancestors(windows: Sequence[Window]) -> torch.Tensor:
+    """[B, n, n]: which tokens of its window a token descends from, itself included."""
+    length = len(windows[0].token_ids)
+    chain = range(ROOT, length - 1)
+    parents = torch.tensor([window.parents or chain for window in windows])  # [B, n]
+    rows = torch.arange(len(windows))
+    seen = torch.eye(length + 1, length, dtype=torch.bool).repeat(len(windows), 1, 1)
+    for token in range(length):  # the last line of `seen` is empty: that of ROOT
+        seen[:, token] |= seen[rows, parents[:, token]]
+    return seen[:, :length]

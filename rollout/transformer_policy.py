@@ -24,9 +24,9 @@ from quant.formats import Format, make_head, make_linear, payload_bytes
 from quant.int8 import Int8Weight
 from quant.linear import Linear, has_bf16_gemm
 from rollout.decoder import DecoderConfig
-from rollout.decoder_weights import Matrix, block_tensors, plain
+from rollout.decoder_weights import Matrix, block_tensors, plain, rotations
 from rollout.packing import unpack
-from rollout.policy import ROOT, Window, num_in_place
+from rollout.policy import Window, ancestors, num_in_place
 
 
 def default_dtype(device: str = "cpu") -> torch.dtype:
@@ -126,10 +126,10 @@ class TransformerPolicy:
         self._keys = torch.zeros(cache_shape, dtype=cache_dtype, device=self.device)
         self._values = torch.zeros_like(self._keys)
         self._tainted = False  # a forward was not finite, so the cache may hold NaN
-        angles = torch.outer(torch.arange(self.context_len).float(), torch.tensor(config.inv_freq))
-        angles = torch.cat([angles, angles], dim=-1)  # [context_len, D]
-        self._cos = (angles.cos() * config.rope_scale).to(self.device, self.dtype)
-        self._sin = (angles.sin() * config.rope_scale).to(self.device, self.dtype)
+        self._cos, self._sin = (  # [context_len, D]: both halves turn by the same angles
+            torch.cat([half, half], dim=-1).to(self.device, self.dtype)
+            for half in rotations(config, self.context_len)
+        )
 
     # ---- weights --------------------------------------------------------------------------
 
@@ -272,9 +272,9 @@ class TransformerPolicy:
         last_visible = starts[:, None] + steps  # [B, n]
         hidden = torch.arange(num_cached, device=self.device) > last_visible[..., None]  # [B, n, T]
         if not all(window.is_chain for window, _ in members):
-            ancestors = _ancestors([window for window, _ in members]).to(self.device)  # [B, n, n]
-            entries = (starts[:, None] + steps)[:, None].expand_as(ancestors)
-            hidden.scatter_(2, entries, ~ancestors)
+            seen = ancestors([window for window, _ in members]).to(self.device)  # [B, n, n]
+            entries = (starts[:, None] + steps)[:, None].expand_as(seen)
+            hidden.scatter_(2, entries, ~seen)
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
         mask.masked_fill_(hidden, -torch.inf)
         slots = [window.slot for window, _ in members]
@@ -334,18 +334,6 @@ class TransformerPolicy:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
-
-
-def _ancestors(windows: Sequence[Window]) -> torch.Tensor:
-    """[B, n, n]: which tokens of its window a token descends from, itself included."""
-    length = len(windows[0].token_ids)
-    chain = range(ROOT, length - 1)
-    parents = torch.tensor([window.parents or chain for window in windows])  # [B, n]
-    rows = torch.arange(len(windows))
-    seen = torch.eye(length + 1, length, dtype=torch.bool).repeat(len(windows), 1, 1)
-    for token in range(length):  # the last line of `seen` is empty: that of ROOT
-        seen[:, token] |= seen[rows, parents[:, token]]
-    return seen[:, :length]
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,13 @@ from typing import Protocol
 
 import torch
 
-from actors.engine_spec import EngineSpec, make_engine, make_policy
+from actors.engine_spec import EngineSpec, make_engine, make_policy, pack_folder
 from proposers.history import HistoryProposer
-from quant.formats import FORMATS, FormatName
-from rollout.checkpoint import read_config, read_weights
+from quant.formats import FormatName
+from rollout.checkpoint import read_config
 from rollout.decoder import DecoderConfig
 from rollout.draft_len import DraftLen
 from rollout.native_engine import NativeEngine
-from rollout.packing import pack
 from rollout.policy import Policy
 from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
@@ -83,9 +82,8 @@ class LoadedPolicy:
     @staticmethod
     def make(spec: EngineSpec) -> "LoadedPolicy":
         folder, policy = Path(spec.model_folder), make_policy(spec)
-        config, format_ = read_config(folder), FORMATS[spec.format]
-        packed = pack(read_weights(folder).items(), config, format_, spec.torch_dtype)
-        return LoadedPolicy(spec, config, policy, policy.load(packed))
+        weights = policy.load(pack_folder(spec))
+        return LoadedPolicy(spec, read_config(folder), policy, weights)
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """A policy's tensors of rank three and more are its cached keys and values."""

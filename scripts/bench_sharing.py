@@ -31,20 +31,14 @@ READY_TIMEOUT_S = 180
 
 def actor() -> Any:
     """A function that generates one batch and returns its tokens."""
-    from actors.engine_spec import EngineSpec, make_engine
-    from quant.formats import FORMATS
+    from actors.engine_spec import EngineSpec, make_engine, pack_folder
     from recipes.smollm2 import model_folder
-    from rollout.checkpoint import read_config, read_weights
     from rollout.engine import run_to_end
-    from rollout.packing import pack
 
     folder = model_folder("smollm2")
     spec = EngineSpec(str(folder), format="int8_w8a8", proposer="none", context_len=128)
     engine = make_engine(spec)
-    packed = pack(
-        read_weights(folder).items(), read_config(folder), FORMATS[spec.format], spec.torch_dtype
-    )
-    engine.load(engine.prepare(packed), version=0, digest="bench")
+    engine.load(engine.prepare(pack_folder(spec)), version=0, digest="bench")
 
     def work() -> int:
         requests = [request(prompt, i) for prompt in range(ROWS // GROUP) for i in range(GROUP)]

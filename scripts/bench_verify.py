@@ -28,18 +28,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from actors.engine_spec import EngineSpec, make_policy
+from actors.engine_spec import EngineSpec, make_policy, pack_folder
 from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
 from recipes.smollm2 import model_folder
-from rollout.checkpoint import read_config, read_tokenizer, read_weights
+from rollout.checkpoint import read_config, read_tokenizer
 from rollout.draft import DenseLaw, Draft
 from rollout.draft_len import FixedDraftLen
 from rollout.draft_tree import most_probable
 from rollout.drafting import Drafting, sparse_law
 from rollout.engine import run_to_end
 from rollout.native_engine import NativeEngine
-from rollout.packing import pack
 from rollout.policy import Policy, Window
 from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample
@@ -128,9 +127,8 @@ class Bench:
             num_slots=num_rows,
             context_len=len(self._ids) + num_tokens + draft_len + 1,
         )
-        packed = pack(read_weights(folder).items(), config, FORMATS[quant], spec.torch_dtype)
         self._policies = [make_policy(spec) for _ in range(2)]
-        self._weights = self._policies[0].load(packed)
+        self._weights = self._policies[0].load(pack_folder(spec))
         self.kernels: dict[str, str] = self._weights.kernels()
         self.vocab_size = config.vocab_size
 

@@ -155,7 +155,7 @@ def test_a_chain_given_as_parents_is_that_chain(policy: Policy) -> None:
 
 def test_chains_pay_nothing_for_trees(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = loaded_policy(tiny_llama, context_len=CONTEXT_LEN)
-    for target in ("rollout.transformer_policy._ancestors", "rollout.policy.Window.depths"):
+    for target in ("rollout.transformer_policy.ancestors", "rollout.policy.Window.depths"):
         monkeypatch.setattr(target, None)
     cached = {0: random_ids(5, seed=5), 1: random_ids(9, seed=6)}
     fill(policy, cached)
@@ -322,7 +322,7 @@ def left_in_place(policy: Policy, slot: int, start: int, kept: Sequence[int]) ->
 
 
 FAULTS = {
-    "a causal mask": (rollout.transformer_policy, "_ancestors", causal),
+    "a causal mask": (rollout.transformer_policy, "ancestors", causal),
     "rotated by entry": (Window, "depths", property(lambda window: range(len(window.token_ids)))),
     "the path is not moved": (TransformerPolicy, "compact", left_in_place),
 }
