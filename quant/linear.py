@@ -2,13 +2,15 @@
 
 Kernels are chosen by what the machine has, not by trial, so a run is repeatable:
 
-- W8A8 on a CPU with AVX-512 VNNI: `torch._int_mm`, integer products and sums.
-  Elsewhere torch runs a reference loop for it (5 to 20 times slower than a float GEMM), so
-  the same whole numbers go through a float32 GEMM instead. Products are exact; a sum is exact up to
-  2^24 and rounded beyond, 2 * 10^-7 relative.
+- W8A8 on a CPU with AVX-512 VNNI: `torch._int_mm`, integer products and sums. On other CPUs torch runs
+  a reference loop for it (5 to 20 times slower than a float GEMM). On a GPU with INT8 tensor cores it
+  refuses 16 tokens and fewer, which are padded, and matrices whose sizes are no multiples of 8. Where
+  it is not taken the same whole numbers go through a float32 GEMM. Products are exact; a sum is exact
+  up to 2^24 and rounded beyond, 2 * 10^-7 relative.
 - W8A16 with few tokens on a CPU: `torch._weight_int8pack_mm`, which streams the INT8 bytes. With
   many tokens it falls off (it has no blocking), so the values are widened and a GEMM runs; INT8 and
-  bf16 represent the whole numbers exactly, scales go on the output.
+  bf16 represent the whole numbers exactly, scales go on the output. A GPU always widens,
+  which writes the wide values before it reads them: it saves memory there, not time.
 """
 
 from typing import Protocol
@@ -26,9 +28,21 @@ CHUNK = 2048
 """Rows of a head widened at a time: what was just written is still in the cache."""
 
 
+INT8_TENSOR_CORES = (7, 5)
+"""Compute capability of the first GPUs that have them."""
+
+
 def has_vnni() -> bool:
     """The CPU multiplies INT8 in hardware."""
     return bool(torch.cpu._is_vnni_supported())
+
+
+def int_mm_min_tokens(device: torch.device, shape: tuple[int, int]) -> int | None:
+    """The fewest tokens `torch._int_mm` takes for a matrix [out, in]; None where it is not run."""
+    if device.type == "cpu":
+        return 1 if has_vnni() else None
+    fits = all(size % 8 == 0 for size in shape)
+    return 17 if fits and torch.cuda.get_device_capability(device) >= INT8_TENSOR_CORES else None
 
 
 def has_bf16_gemm(device: str = "cpu") -> bool:
@@ -99,18 +113,22 @@ class Int8DynamicLinear:
     def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
         assert weight.scales.dtype == torch.float32, "W8A8 scales are float32 by format"
         self._weight, self._bias = weight, bias
-        self._integer = weight.values.device.type == "cpu" and has_vnni()
-        self.kernel = (
-            "torch._int_mm" if self._integer else "float32 GEMM over int8 values (no VNNI here)"
-        )
+        out, width = weight.values.shape
+        self._min_tokens = int_mm_min_tokens(weight.values.device, (out, width))
+        self.kernel = "torch._int_mm"
+        if self._min_tokens is None:
+            self.kernel = "float32 GEMM over int8 values (no integer product here)"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         tokens, token_scales = quantise_tokens(x.float())  # [N, in], [N]
-        values = self._weight.values
-        if self._integer:
-            sums = torch._int_mm(tokens.to(torch.int8), values.t()).float()  # [N, out]
+        values, num = self._weight.values, len(tokens)
+        if self._min_tokens is None:
+            sums = F.linear(tokens, values.float())  # [N, out]
         else:
-            sums = F.linear(tokens, values.float())
+            whole = tokens.to(torch.int8)
+            if num < self._min_tokens:
+                whole = F.pad(whole, (0, 0, 0, self._min_tokens - num))
+            sums = torch._int_mm(whole, values.t())[:num].float()
         y = (sums * token_scales[:, None] * self._weight.scales).to(x.dtype)
         return y if self._bias is None else y + self._bias
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from quant.linear import has_bf16_gemm
+from quant.linear import has_bf16_gemm, int_mm_min_tokens
 from recipes.smollm2 import INSTALL, PACKAGE, cache_folder
 from rollout.errors import KernelsUnavailable
 from rollout.kernels import find_kernels
@@ -93,10 +93,16 @@ def _disk() -> Finding:
 
 
 def _gpu() -> Finding:
-    found = torch.cuda.is_available()
-    return Finding(
-        "GPU", found, False, torch.cuda.get_device_name() if found else "none; not needed"
+    if not torch.cuda.is_available():
+        return Finding("GPU", False, False, "none; not needed")
+    multiplies_int8 = int_mm_min_tokens(torch.device("cuda"), (8, 8)) is not None
+    text = (
+        f"{torch.cuda.get_device_name()}; with model.device=cuda decode rounds run as CUDA graphs, "
+        f"matrices as bfloat16 GEMM, those of W8A8 as "
+        f"{'torch._int_mm' if multiplies_int8 else 'float32 GEMM'}; not run on a GPU yet: check "
+        "it with scripts/check_cuda.py"
     )
+    return Finding("GPU", True, False, text)
 
 
 def _wandb() -> Finding:

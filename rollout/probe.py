@@ -25,6 +25,6 @@ class DriftProbe:
         self.next_tokens = torch.tensor([token for ids in sequences for token in ids[1:]])
 
     def logits(self, prepared: Any) -> torch.Tensor:
-        """Predictions of every position but the last of each sequence, [N, V] float32."""
+        """Predictions of every position but the last of each sequence, [N, V] float32 on the CPU."""
         self._policy.swap(prepared)
-        return self._policy.score(self._windows)
+        return self._policy.score(self._windows).cpu()

@@ -114,7 +114,7 @@ class _Block:
         if isinstance(law, DenseLaw):
             return float(self.excess(length).sum(dtype=torch.float64))
         target = self._laws.probs_of(index, law.ids).double()
-        inside = float((r * target - law.probs).clamp(min=0).sum())
+        inside = float((r * target - law.probs.to(target)).clamp(min=0).sum())
         return inside + r * max(0.0, 1.0 - float(target.sum()))
 
     def excess(self, length: int) -> torch.Tensor:

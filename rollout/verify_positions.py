@@ -74,15 +74,16 @@ def acceptance(laws: TargetLaws, index: int, law: DraftLaw, token: int) -> float
     if isinstance(law, PointMass):
         return laws.prob(index, token)
     if isinstance(law, DenseLaw):
-        return min(1.0, float(torch.minimum(laws.probs(index), law.probs).sum()))
+        target = laws.probs(index)
+        return min(1.0, float(torch.minimum(target, law.probs.to(target.device)).sum()))
     target = laws.probs_of(index, law.ids)
-    return min(1.0, float(torch.minimum(target, law.probs.to(target.dtype)).sum()))
+    return min(1.0, float(torch.minimum(target, law.probs.to(target)).sum()))
 
 
 def residual(target: torch.Tensor, law: SparseLaw | DenseLaw) -> torch.Tensor:
     """Unnormalised residual (p - q)+ over the vocabulary [V]; sparse laws touch their ids only."""
     if isinstance(law, DenseLaw):
-        return (target - law.probs).clamp(min=0)
+        return (target - law.probs.to(target.device)).clamp(min=0)
     weights = target.clone()
-    weights[law.ids] = (target[law.ids] - law.probs.to(target.dtype)).clamp(min=0)
+    weights[law.ids] = (target[law.ids] - law.probs.to(target)).clamp(min=0)
     return weights

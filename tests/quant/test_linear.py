@@ -118,3 +118,57 @@ def test_scales_of_the_other_format_are_refused() -> None:
         Int8WeightOnlyLinear(int8_weight(torch.float32))
     with pytest.raises(AssertionError, match="float32 by format"):
         Int8DynamicLinear(int8_weight(torch.bfloat16))
+
+
+# ---- as on a GPU ----------------------------------------------------------------------------
+
+
+def cuda_int_mm(tokens: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """`torch._int_mm` with what its CUDA version refuses."""
+    assert tokens.dtype == matrix.dtype == torch.int8
+    assert tokens.shape[0] > 16, "self.size(0) needs to be greater than 16"
+    assert tokens.shape[1] % 8 == matrix.shape[1] % 8 == 0, "a multiple of 8"
+    return tokens.int() @ matrix.int()
+
+
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    """Kernels are chosen as for a GPU of this compute capability and run on the CPU."""
+    choose = quant.linear.int_mm_min_tokens
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(
+        quant.linear, "int_mm_min_tokens", lambda device, shape: choose(torch.device("cuda"), shape)
+    )
+    monkeypatch.setattr(torch, "_int_mm", cuda_int_mm)
+
+
+@pytest.mark.parametrize("num", SIZES)
+def test_w8a8_pads_few_tokens_where_int_mm_refuses_them(
+    num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quant.linear, "has_vnni", lambda: False)
+    weight, x = int8_weight(torch.float32), inputs(num)
+    want = Int8DynamicLinear(weight)(x)
+    like_a_gpu(monkeypatch, (8, 0))
+    linear = Int8DynamicLinear(weight)
+    assert linear.kernel == "torch._int_mm"
+    assert torch.equal(linear(x), want)  # 96 * 127^2 < 2^24: the float sums are exact
+
+
+def test_the_stand_in_refuses_what_would_not_be_padded() -> None:
+    """Negative control."""
+    weight = int8_weight(torch.float32).values.t()
+    with pytest.raises(AssertionError, match="greater than 16"):
+        cuda_int_mm(torch.ones(16, WIDTH, dtype=torch.int8), weight)
+
+
+@pytest.mark.parametrize(
+    ("capability", "out", "width"), [((7, 0), 80, 96), ((9, 0), 84, 96), ((9, 0), 80, 100)]
+)
+def test_w8a8_takes_a_float_gemm_where_a_gpu_has_no_int_mm_for_it(
+    capability: tuple[int, int], out: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    like_a_gpu(monkeypatch, capability)
+    weight = quantise_weight(torch.randn(out, width), torch.float32)
+    linear = Int8DynamicLinear(weight)
+    assert linear.kernel.startswith("float32 GEMM")
+    assert linear(torch.randn(3, width)).shape == (3, out)

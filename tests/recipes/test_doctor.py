@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
 import recipes.doctor
@@ -23,6 +24,19 @@ def test_a_shadowed_folder_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding, *_) = examine()
     assert not finding.ok and finding.needed and "shadowed by" in finding.text
     assert main(["doctor", "--json"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "w8a8"), [((9, 0), "torch._int_mm"), ((7, 0), "float32 GEMM")]
+)
+def test_a_gpu_is_named_with_what_would_run_on_it(
+    capability: tuple[int, int], w8a8: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Model X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    (finding,) = (f for f in examine() if f.name == "GPU")
+    assert finding.ok and "Model X" in finding.text and f"W8A8 as {w8a8};" in finding.text
 
 
 def test_the_closing_table_tells_also_when_speculation_loses() -> None:

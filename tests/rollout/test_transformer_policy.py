@@ -142,6 +142,10 @@ def test_a_forward_without_predictions_returns_none(tiny_llama: Path) -> None:
     assert logits.shape == (0, 300)
 
 
+def test_no_windows_give_no_logits(tiny_llama: Path) -> None:
+    assert loaded_policy(tiny_llama).score([]).shape == (0, 300)
+
+
 def test_nothing_is_scored_without_weights(tiny_llama: Path) -> None:
     loaded = loaded_policy(tiny_llama)
     empty = TransformerPolicy(loaded.config, loaded.format, num_slots=1, context_len=8)
