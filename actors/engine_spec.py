@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -10,15 +10,19 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
+from proposers.self_draft import SelfDraftProposer
 from quant.formats import FORMATS, FormatName
 from rollout.checkpoint import read_config, read_tokenizer, read_weights
 from rollout.compiled_policy import CompiledPolicy
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
 from rollout.errors import InvalidConfig, KernelsUnavailable
 from rollout.grammar import CompileGrammar
+from rollout.graph_capture import Capture, CudaCapture
+from rollout.lossless_policy import LosslessPolicy, Weights
 from rollout.native_engine import NativeEngine
 from rollout.packing import pack
 from rollout.policy import Policy
@@ -28,8 +32,9 @@ from rollout.scheduler import MAX_ROUND_TOKENS
 from rollout.stop_text import Decode
 from rollout.transformer_policy import TransformerPolicy, default_dtype
 from rollout.verify import Rule
+from rollout.vocabulary import check_same_vocabulary
 
-ProposerName = Literal["none", "ngram", "history", "history_sampled"]
+ProposerName = Literal["none", "ngram", "history", "history_sampled", "draft_model", "self_draft"]
 KernelsName = Literal["auto", "compiled", "torch"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -43,7 +48,10 @@ class EngineSpec:
     model_folder: str
     mode: Mode = "quantised"
     format: FormatName = "int8_w8a16"
+    """Of the target's weights; in lossless mode of the draft's, the target being full precision."""
     proposer: ProposerName = "history"
+    draft_model: str | None = None
+    """Model folder of `draft_model`."""
     draft_len: int | None = None
     """Fixed draft length; None chooses it round by round up to `max_draft_len`."""
     max_draft_len: int = 8
@@ -65,6 +73,7 @@ class EngineSpec:
     dtype: str | None = None
     """Compute dtype by name; None takes bf16 where the machine multiplies it, else float32."""
     device: str = "cpu"
+    """Where it computes: cpu, or cuda, where decode rounds are replayed as CUDA graphs."""
 
     def __post_init__(self) -> None:
         cap = self.max_cached_tokens
@@ -75,14 +84,36 @@ class EngineSpec:
             )
         if self.max_round_tokens < 1:
             raise InvalidConfig(f"max_round_tokens={self.max_round_tokens}: expected at least 1")
+        if self.mode == "lossless" and self.format == "none":
+            raise InvalidConfig(
+                "mode=lossless with format=none: quantised weights draft; name their format"
+            )
+        if self.mode == "lossless" and self.proposer not in ("self_draft", "none"):
+            raise InvalidConfig(
+                f"mode=lossless with proposer={self.proposer}: the quantised weights draft in this "
+                "mode; set proposer=self_draft, or mode=full"
+            )
+        if self.proposer == "self_draft" and self.mode != "lossless":
+            raise InvalidConfig(
+                f"proposer=self_draft with mode={self.mode}: there are no second weights to draft "
+                "with; set mode=lossless"
+            )
+        if self.proposer == "draft_model" and self.draft_model is None:
+            raise InvalidConfig("proposer=draft_model without draft_model: name its model folder")
+
+    @property
+    def target_format(self) -> FormatName:
+        """Of the weights that verify."""
+        return "none" if self.mode == "lossless" else self.format
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype] if self.dtype else default_dtype(self.device)
 
 
-def make_proposer(spec: EngineSpec) -> Proposer:
-    """The proposer a spec names."""
+def make_proposer(spec: EngineSpec, policy: Policy) -> Proposer:
+    """The proposer a spec names, beside the policy that verifies. Raises InvalidConfig for a draft
+    model of another vocabulary."""
     makers: dict[str, Callable[[], Proposer]] = {
         "none": NoProposer,
         "ngram": NgramProposer,
@@ -90,8 +121,39 @@ def make_proposer(spec: EngineSpec) -> Proposer:
         "history_sampled": lambda: HistoryProposer(
             draw="counts", max_tokens=spec.history_max_tokens
         ),
+        "draft_model": lambda: _draft_model(spec),
+        "self_draft": lambda: _self_draft(spec, policy),
     }
     return makers[spec.proposer]()
+
+
+def _self_draft(spec: EngineSpec, policy: Policy) -> SelfDraftProposer:
+    assert isinstance(policy, LosslessPolicy), "self_draft runs on a policy of mode=lossless"
+    return SelfDraftProposer(policy, num_ids=num_ids(Path(spec.model_folder)))
+
+
+def _draft_model(spec: EngineSpec) -> DraftModelProposer:
+    """With the folder's weights, on a CPU in the format that runs fastest there: what it drafts is
+    judged by its own law, so precision buys acceptance only."""
+    assert spec.draft_model is not None, "checked when the spec was made"
+    folders = [Path(spec.model_folder), Path(spec.draft_model)]
+    check_same_vocabulary(*folders)
+    draft_spec = replace(
+        spec,
+        model_folder=spec.draft_model,
+        mode="quantised",
+        format="int8_w8a16" if spec.device == "cpu" else "none",
+        proposer="none",
+        draft_model=None,
+        max_cached_tokens=None,
+    )
+    policy = make_policy(draft_spec)
+    policy.swap(policy.load(pack_folder(draft_spec)))
+    return DraftModelProposer(
+        policy,
+        vocab_size=read_config(folders[0]).vocab_size,
+        num_ids=min(map(num_ids, folders)),
+    )
 
 
 def make_draft_len(spec: EngineSpec) -> DraftLen:
@@ -108,7 +170,21 @@ def make_policy(
 ) -> Policy:
     """The policy a spec names, without weights; sizes may be overridden for a probe. Raises
     KernelsUnavailable where compiled kernels are asked for by name and there are none."""
-    config, format_ = read_config(Path(spec.model_folder)), FORMATS[spec.format]
+    policy = _target_policy(spec, num_slots, context_len)
+    if spec.mode != "lossless":
+        return policy
+    config, format_ = policy.config, FORMATS[spec.format]
+
+    def quantise(weights: Weights) -> Weights:
+        return pack(weights.items(), config, format_, spec.torch_dtype)
+
+    return LosslessPolicy(policy, policy.sharing_cache(format_), quantise)
+
+
+def _target_policy(
+    spec: EngineSpec, num_slots: int | None, context_len: int | None
+) -> CompiledPolicy | TransformerPolicy:
+    config, format_ = read_config(Path(spec.model_folder)), FORMATS[spec.target_format]
     slots, context = num_slots or spec.num_slots, context_len or spec.context_len
     if spec.kernels != "torch" and spec.device == "cpu":
         try:
@@ -137,14 +213,28 @@ def make_policy(
         context_len=context,
         dtype=spec.torch_dtype,
         device=spec.device,
+        capture=None if num_slots else _capture(torch.device(spec.device)),
+        max_graph_len=1 + max(spec.max_draft_len, spec.draft_len or 0),
     )
+
+
+def _capture(device: torch.device) -> Capture | None:
+    """What records decode rounds on a device. Raises InvalidConfig for a GPU that is not there."""
+    if device.type == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        raise InvalidConfig(
+            f"device={device}: torch {torch.__version__} sees no GPU; set device=cpu, or install a "
+            "torch with CUDA on a machine that has one"
+        )
+    return CudaCapture(device)
 
 
 def pack_folder(spec: EngineSpec) -> dict[str, torch.Tensor]:
     """The folder's weights as an update for the engine that a spec names."""
     folder = Path(spec.model_folder)
     weights = read_weights(folder).items()
-    return pack(weights, read_config(folder), FORMATS[spec.format], spec.torch_dtype)
+    return pack(weights, read_config(folder), FORMATS[spec.target_format], spec.torch_dtype)
 
 
 @lru_cache(maxsize=4)
@@ -194,9 +284,10 @@ def make_engine(
     draft_len: DraftLen | None = None,
 ) -> NativeEngine:
     """The engine, still without weights; parts that are there already may be handed over."""
+    policy = policy or make_policy(spec)
     return NativeEngine(
-        policy or make_policy(spec),
-        proposer or make_proposer(spec),
+        policy,
+        proposer or make_proposer(spec, policy),
         draft_len or make_draft_len(spec),
         mode=spec.mode,
         verification=spec.verification,

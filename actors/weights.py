@@ -78,7 +78,7 @@ class WeightPublisher:
     def pack(self, version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
         """Raises InvalidWeights for an incomplete or non-finite set."""
         cpu = [(name, tensor.detach().cpu()) for name, tensor in named]
-        packed = pack(cpu, self._config, FORMATS[self._spec.format], self._spec.torch_dtype)
+        packed = pack(cpu, self._config, FORMATS[self._spec.target_format], self._spec.torch_dtype)
         arrays, dtypes = to_arrays(packed)
         return WeightUpdate(version, digest(packed), arrays, dtypes)
 

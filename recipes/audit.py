@@ -39,6 +39,7 @@ from recipes.passport import machine, model_files, project_state, versions
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_config
 from rollout.errors import InvalidConfig, InvalidRequest
+from rollout.request import Mode
 from rollout.sampling import SamplingParams
 
 FALSE_ALARM_RATE = 1e-3
@@ -66,17 +67,26 @@ def audit_command(arguments: argparse.Namespace) -> int:
     quant: FormatName = arguments.quant
     if arguments.draft_len < 0:
         raise InvalidConfig(f"--draft-len {arguments.draft_len}: expected at least 0")
+    mode: Mode = arguments.mode or ("full" if quant == "none" else "quantised")
+    if mode != "lossless" and (mode == "full") != (quant == "none"):
+        raise InvalidConfig(
+            f"--mode {mode} --quant {quant}: full goes with none, quantised with a format"
+        )
+    drafting = ("self_draft",) if mode == "lossless" else DEFAULT_PROPOSERS
+    proposers = tuple(arguments.proposer or drafting)
     spec = EngineSpec(
         str(model_folder(arguments.model)),
-        mode="full" if quant == "none" else "quantised",
+        mode=mode,
         format=quant,
+        proposer=proposers[0],
+        draft_model=arguments.draft_model and str(model_folder(arguments.draft_model)),
         draft_len=arguments.draft_len,
         verification=arguments.verification,
         dtype=arguments.dtype,
     )
     plan = AuditPlan(
         spec,
-        proposers=tuple(arguments.proposer or DEFAULT_PROPOSERS),
+        proposers=proposers,
         samplings=tuple(map(read_sampling, arguments.sampling or [[]])),
         thorough=arguments.thorough,
         seed=arguments.seed,

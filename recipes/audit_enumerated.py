@@ -29,9 +29,11 @@ from typing import Any, Literal
 
 import torch
 
+from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
+from proposers.self_draft import SelfDraftProposer
 from recipes.audit_statistics import Finding, chi_square, independence, largest_gap
 from rollout.conditions import Condition
 from rollout.draft import NO_DRAFT, DenseLaw, Draft
@@ -42,7 +44,9 @@ from rollout.engine import run_to_end
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
 from rollout.grammar import Grammar, named_grammars
 from rollout.law import TargetLaws
+from rollout.lossless_policy import LosslessPolicy, TwinWeights
 from rollout.native_engine import NativeEngine
+from rollout.policy import Policy
 from rollout.proposer import Proposer
 from rollout.request import FinishReason, RolloutRequest, RolloutSample
 from rollout.row import Row
@@ -93,6 +97,11 @@ def target_table(tokens: Ids) -> torch.Tensor:
 def draft_probs(tokens: Ids) -> torch.Tensor:
     """Draft law [V], by the last token."""
     return _DRAFT_PROBS[tokens[-1]]
+
+
+def draft_table(tokens: Ids) -> torch.Tensor:
+    """The same law as logits [V], for a policy that drafts."""
+    return draft_probs(tokens).log()
 
 
 # ---- the laws ---------------------------------------------------------------------------------
@@ -211,10 +220,18 @@ def _primed(proposer: HistoryProposer) -> HistoryProposer:
 class Proposing:
     """A way to draft."""
 
-    make: Callable[[], Proposer]
+    make: Callable[..., Proposer]
+    """Without arguments; with the engine's policy, for one that drafts for itself."""
     sampled: bool = False
     """Tokens are drawn, so the rule of verification matters."""
     branching: bool = False
+    of_itself: bool = False
+    """The draft table is a twin of the target over one cache."""
+
+
+def _draft_model() -> Proposer:
+    policy = TablePolicy(draft_table, vocab_size=V, context_len=32, num_slots=3)
+    return DraftModelProposer(policy, vocab_size=V, num_ids=V)
 
 
 PROPOSERS: dict[str, Proposing] = {
@@ -230,6 +247,8 @@ PROPOSERS: dict[str, Proposing] = {
     "sparse": Proposing(lambda: TableDrafts("sparse"), sampled=True),
     "mixed": Proposing(lambda: TableDrafts("dense", "sparse", "point"), sampled=True),
     "stopping_time": Proposing(lambda: TableDrafts("dense", stop_behind=1), sampled=True),
+    "draft_model": Proposing(_draft_model, sampled=True),
+    "self_draft": Proposing(SelfDraftProposer, sampled=True, of_itself=True),
 }
 """Who drafts. Each is made anew for every path of an enumeration."""
 OF_SIBLINGS = ("siblings", "siblings_sampled")
@@ -367,15 +386,17 @@ def examine(
 
     def generate(draws: EnumeratedDraws) -> Outcome:
         nonlocal accepted
+        policy, proposer = _parts(proposing, len(requests))
         engine = engine_class(
-            TablePolicy(target_table, vocab_size=V, context_len=32, num_slots=len(requests)),
-            wrap(proposing.make()),
+            policy,
+            wrap(proposer),
             FixedDraftLen(case.draft_len, proposing.branching),
             verification=case.rule,
             compile_grammar=named_grammars({"strings": lambda: _mask}),
             draws_for=lambda _: draws,
         )
-        engine.load(target_table, version=0, digest="table")
+        weights = TwinWeights(target_table, draft_table) if proposing.of_itself else target_table
+        engine.load(weights, version=0, digest="table")
         samples = run_to_end(engine, requests, max_rounds=MAX_ROUNDS)
         outcome = tuple((sample.token_ids, sample.finish_reason) for sample in samples)
         for sample, row_outcome, law in zip(samples, outcome, exact):
@@ -400,6 +421,15 @@ def examine(
         num_outcomes=len(law),
         accepted=accepted,
     )
+
+
+def _parts(proposing: Proposing, num_slots: int) -> tuple[Policy, Proposer]:
+    """A fresh policy of the target table, and who drafts for it."""
+    target = TablePolicy(target_table, vocab_size=V, context_len=32, num_slots=num_slots)
+    if not proposing.of_itself:
+        return target, proposing.make()
+    twins = LosslessPolicy(target, target.sharing_cache(draft_table), dict)
+    return twins, proposing.make(twins)
 
 
 def _request(index: int, prompt: Ids, sampling: SamplingParams, seed: int = 0) -> RolloutRequest:

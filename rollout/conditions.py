@@ -106,6 +106,11 @@ class Conditions:
                 conditions.append(self._after(path))
         return conditions
 
+    def behind(self, draft_ids: Sequence[int]) -> Condition:
+        """The last of `along`, for a chain that its own laws can emit and that has not ended the
+        row: what the law of its next token must heed."""
+        return self._after(list(draft_ids))
+
     def _after(self, path: list[int]) -> Condition:
         sampling = self._sampling
         return Condition(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rollout.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Mode = Literal["quantised", "full"]
+Mode = Literal["quantised", "full", "lossless"]
 
 
 @dataclass(frozen=True, slots=True)

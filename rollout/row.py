@@ -5,6 +5,7 @@ A row is written by the engine only. Proposers read `token_ids` and never touch 
 
 import itertools
 import time
+from collections.abc import Callable, Sequence
 
 from rollout.conditions import Conditions
 from rollout.draft import Draft
@@ -57,6 +58,11 @@ class Row:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """Of the tokens generated, under the law that was sampled."""
+        return self._logprobs
 
     @property
     def num_generated(self) -> int:
@@ -122,6 +128,21 @@ class Row:
             self.finish("stop", f"string {stop!r}")
         elif self.remaining_len <= 0:
             self.finish("length", self._limit)
+
+    def draft_end(self) -> Callable[[int], bool]:
+        """Tells, one drafted token after the other, whether the row would end with it: nothing is
+        to be drafted behind that. The row stays as it is."""
+        sampling, num_generated = self.request.sampling, self.num_generated
+        text = self._stop_text.branch() if self._stop_text else None
+
+        def ends(token: int) -> bool:
+            nonlocal num_generated
+            num_generated += 1
+            stop = text.push(token) if text else None
+            by_id = token in sampling.stop_ids and num_generated > sampling.min_tokens
+            return by_id or (stop is not None and num_generated >= sampling.min_tokens)
+
+        return ends
 
     def _extend_span(self, version: int, num: int) -> None:
         if self._spans and self._spans[-1][0] == version:

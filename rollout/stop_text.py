@@ -5,6 +5,7 @@ so no U+FFFD of an unfinished one reaches the search. A match counts when it *en
 so one split over two rounds is found, and one that ended before `min_tokens` is never looked at again.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -30,6 +31,13 @@ class StopText:
         found = next((s for s in self._stops if self._ends_in_new(searched, s, len(new))), None)
         self._tail = searched[-(self._longest - 1) :] if self._longest > 1 else ""
         return found
+
+    def branch(self) -> "StopText":
+        """Another watcher that goes on from here; this one stays as it is."""
+        other = copy.copy(self)
+        other._ids = self._ids[self._prefix :]
+        other._prefix, other._read = 0, self._read - self._prefix
+        return other
 
     @staticmethod
     def _ends_in_new(text: str, stop: str, new_len: int) -> bool:

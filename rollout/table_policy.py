@@ -5,6 +5,7 @@ from that cache alone, so a rollback, fork or slot fault changes its answers. Wi
 cached it keeps account as a paged cache does whose pages hold one entry each.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -42,12 +43,15 @@ class TablePolicy:
         self.max_cached_tokens = max_cached_tokens
         self._table = table
         self._fresh = itertools.count()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._cached: list[list[int]] = [[] for _ in range(self.num_slots)]
-        self._entries: list[list[int]] = [[] for _ in range(self.num_slots)]
+        self._cached: list[list[int]] = [[] for _ in range(num_slots)]
+        self._entries: list[list[int]] = [[] for _ in range(num_slots)]
         """Names of the entries that each slot has room in; the same name in two slots is shared."""
+
+    def sharing_cache(self, table: Table) -> "TablePolicy":
+        """Another table over the same cache."""
+        twin = copy.copy(self)
+        twin._table = table
+        return twin
 
     @property
     def num_entries(self) -> int:
@@ -103,7 +107,8 @@ class TablePolicy:
 
     def swap(self, prepared: Table) -> None:
         self._table = prepared
-        self._clear()
+        for slot in range(self.num_slots):
+            self.truncate(slot, 0)
 
 
 def markov_table(logits: torch.Tensor) -> Table:

@@ -8,7 +8,7 @@ import pytest
 
 import recipes.audit
 import recipes.audit_enumerated
-from recipes.audit import read_sampling
+from recipes.audit import AuditPlan, read_sampling
 from recipes.audit_enumerated import Case
 from recipes.audit_faults import Control
 from recipes.cli import main
@@ -50,6 +50,23 @@ def test_an_audit_of_a_real_engine_writes_a_certificate_and_exits_0(
     assert Path(row["page"]).is_file() and "sampling the real engine" in err
 
 
+def test_lossless_mode_is_audited_as_full_precision_that_its_quantised_self_drafts_for(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plans: list[AuditPlan] = []
+
+    def keep(plan: AuditPlan) -> None:
+        plans.append(plan)
+        raise InvalidConfig("far enough")
+
+    monkeypatch.setattr(recipes.audit, "audit", keep)
+    words = ["--model", str(tiny_llama), "--mode", "lossless", "--quant", "int8_w8a8"]
+    code, _, err = run_audit(capsys, words)
+    (plan,) = plans
+    assert code == 2 and "far enough" in err and plan.proposers == ("self_draft",)
+    assert (plan.spec.mode, plan.spec.target_format) == ("lossless", "none")
+
+
 def test_controls_that_are_not_caught_make_the_audit_void(
     small: None, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -69,6 +86,10 @@ def test_controls_that_are_not_caught_make_the_audit_void(
         (["--sampling", "top_p=0"], "top_p=0: expected a number in (0, 1]"),
         (["--draft-len", "-1"], "--draft-len -1: expected at least 0"),
         (["--model", "no/such/folder"], "no config.json"),
+        (["--mode", "full", "--quant", "int8_w8a8"], "full goes with none"),
+        (["--mode", "lossless"], "name their format"),
+        (["--proposer", "self_draft"], "set mode=lossless"),
+        (["--proposer", "draft_model"], "name its model folder"),
     ],
 )
 def test_bad_use_is_refused_by_name_with_exit_code_2(

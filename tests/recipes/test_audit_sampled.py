@@ -46,6 +46,7 @@ from rollout.streams import Draws, SeededDraws
 from rollout.verdict import Verdict
 from rollout.verify_block import _Block
 from tests.rollout.policies import random_ids, reference_logits
+from tests.tiny_model import tiny_folder
 
 # ---- the reference's law --------------------------------------------------------------------------
 
@@ -264,7 +265,8 @@ def audited(
     prompts: Sequence[tuple[int, ...]] = PROMPTS,
 ) -> SampledAudit:
     def factory(spec: EngineSpec) -> NativeEngine:
-        parts = make_policy(spec), make_proposer(spec), make_draft_len(spec)
+        policy = make_policy(spec)
+        parts = policy, make_proposer(spec, policy), make_draft_len(spec)
         return engine(*parts, mode=spec.mode, verification=spec.verification)
 
     return run(
@@ -281,6 +283,17 @@ def test_a_right_engine_passes(
     audit = audited(spec_of(tiny_llama, proposer), SAMPLINGS[name], reference)
     assert audit.failed == []
     assert (audit.num_drafted > 100) == (proposer != "none")
+
+
+@pytest.mark.parametrize("name", ["T=1", "nucleus"])
+def test_lossless_mode_has_the_law_of_full_precision(
+    tiny_llama: Path, reference: Reference, name: str
+) -> None:
+    spec = spec_of(tiny_llama, "self_draft", mode="lossless", format="int8_w8a8")
+    audit = audited(spec, SAMPLINGS[name], reference)
+    assert audit.failed == [] and "int8" not in audit.reference
+    assert 100 < audit.num_accepted < audit.num_verified
+    assert "depend on what was drafted" in audit.absent["same tokens again"]
 
 
 def test_greedy_tokens_are_the_references_argmax(tiny_llama: Path, reference: Reference) -> None:
@@ -556,6 +569,19 @@ def test_a_greedy_engine_that_takes_the_second_best_is_seen(
 
 
 # ---- on a real model ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [NativeEngine, AcceptsAlways])
+def test_a_draft_model_leaves_the_law_alone_unless_its_drafts_are_not_verified(
+    tiny_llama: Path, reference: Reference, tmp_path: Path, engine: type[NativeEngine]
+) -> None:
+    smaller = tiny_folder(tmp_path / "smaller", num_hidden_layers=1)
+    spec = spec_of(tiny_llama, "draft_model", draft_model=str(smaller))
+    audit = audited(spec, SAMPLINGS["T=1"], reference, engine)
+    wrong = {"first token", "transform by probability", "importance weights"}
+    assert audit.failed == [] if engine is NativeEngine else wrong <= set(audit.failed)
+    assert audit.num_accepted > 50
+
 
 REAL_BUDGET = Budget(short_samples=48, group_size=3, new_tokens=5, again=1)
 

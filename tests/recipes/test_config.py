@@ -56,6 +56,11 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, nearest:
     [
         (["mode=full"], "set quant=none or mode=quantised"),
         (["quant=none"], "nothing is quantised"),
+        (["mode=lossless", "quant=none"], "name a format, or set mode=full"),
+        (["mode=lossless", "proposer=ngram"], "drop proposer, or set mode=full quant=none"),
+        (["proposer=self_draft"], "set mode=lossless"),
+        (["mode=lossless", "draft.length=17"], r"lower draft\.length or raise draft\.max_length"),
+        (["mode=lossless", "draft.model=m"], "set proposer=draft_model or drop"),
         (["draft.length=9"], r"lower draft\.length or raise draft\.max_length"),
         (["proposer=none", "draft.length=2"], "nobody drafts"),
         (["quant=int3"], "quant=int3: expected one of int8_w8a16, int8_w8a8, none"),
@@ -66,6 +71,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, nearest:
         (["sampling.top_p=0"], r"top_p=0\.0: expected a number in \(0, 1\]"),
         (["sampling.min_tokens=99"], "at most max_new_tokens"),
         (["actors.num=0"], "actors.num=0"),
+        (["model.device=cuda", "model.kernels=compiled"], "or set model.device=cpu"),
+        (["model.device=cuda", "actors.max_cached_tokens=999"], "or set model.device=cpu"),
         (["steps"], "expected key=value"),
     ],
 )
@@ -113,3 +120,24 @@ def test_options_of_trees_and_verification_reach_the_engine() -> None:
     config = load_config(None, ["name=t", "draft.tree_nodes=8", "draft.verification=position"])
     spec = engine_spec(config, Path("model"))
     assert (spec.tree_nodes, spec.verification) == (8, "position")
+
+
+def test_the_device_reaches_the_engine() -> None:
+    assert engine_spec(load_config(None, ["name=t"]), Path("model")).device == "cpu"
+    config = load_config(None, ["name=t", "model.device=cuda"])
+    assert engine_spec(config, Path("model")).device == "cuda"
+
+
+def test_lossless_alone_names_who_drafts_in_what_format_and_how_far() -> None:
+    config = load_config(QUICKSTART, ["mode=lossless"])
+    spec = engine_spec(config, Path("model"))
+    assert (spec.mode, spec.proposer, spec.format) == ("lossless", "self_draft", "int8_w8a16")
+    assert (spec.target_format, spec.max_draft_len) == ("none", 16)
+    other = engine_spec(load_config(QUICKSTART), Path("model"))
+    assert (other.proposer, other.max_draft_len) == ("history", 8)
+
+
+def test_a_draft_model_reaches_the_engine_as_a_folder() -> None:
+    words = ["name=t", "proposer=draft_model", "draft.model=some/folder"]
+    spec = engine_spec(load_config(None, words), Path("model"))
+    assert (spec.proposer, spec.draft_model) == ("draft_model", str(Path("some/folder").resolve()))

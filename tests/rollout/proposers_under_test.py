@@ -22,12 +22,13 @@ from rollout.proposer import Proposer
 from rollout.row import Row
 from rollout.table_policy import Table, markov_table
 from rollout.transformer_policy import TransformerPolicy
+from tests.proposers.model_drafts import draft_model
 from tests.rollout.engines import drawing_proposer
 from tests.rollout.policies import engine_over, hugging_face
 
 DRAWN = ("dense", "sparse", "point", "mixed")
 """Scripted: each token drawn from a law of that kind."""
-DRAFTING = ("ngram", "history", "tree", "counts", *DRAWN)
+DRAFTING = ("ngram", "history", "tree", "counts", "draft_model", *DRAWN)
 """`tree` and `counts` are forms of `history`: branching, and drawn from frequencies."""
 PROPOSERS = ("none", *DRAFTING)
 POINTS = ("none", "ngram", "history", "tree", "point")
@@ -47,6 +48,8 @@ _MADE: dict[str, Callable[[], Proposer]] = {
 
 def make(name: str, draft_table: Table) -> Proposer:
     """A fresh proposer; the scripted kinds draft from the table."""
+    if name == "draft_model":
+        return draft_model(draft_table, len(draft_table((0,) * 999)), num_slots=64, context_len=512)
     return _MADE[name]() if name in _MADE else drawing_proposer(name, draft_table)
 
 

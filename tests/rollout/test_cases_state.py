@@ -214,7 +214,9 @@ def test_every_token_of_a_transformer_is_conditioned_on_what_was_emitted(
     for sample in run(made, rows).values():
         assert_conditioned_on_its_own_tokens(sample, tiny_llama)
     counters = made.counters()
-    assert name in ("none", "point") or min(counters.accepted, counters.corrections) > 0
+    assert (
+        name in ("none", "point", "draft_model") or min(counters.accepted, counters.corrections) > 0
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

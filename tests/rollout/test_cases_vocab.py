@@ -348,14 +348,14 @@ def test_a_translated_draft_has_its_mass_on_the_translated_ids() -> None:
 @pytest.mark.parametrize(
     "override,message",
     [
-        ("proposer=draft_model", "proposer=draft_model: expected one of none, ngram, history"),
-        ("draft.model=another/model", "unknown option draft.model; did you mean"),
+        ("proposer=draft_model", "proposer=draft_model without draft.model: name the folder"),
+        ("draft.model=another/model", "draft.model=another/model with proposer=history: it would"),
         ("draft.tokenizer=another", "unknown option draft.tokenizer; did you mean"),
         ("draft.id_table=map.pt", "unknown option draft.id_table; did you mean"),
     ],
 )
-def test_a_draft_model_is_refused_by_name(override: str, message: str) -> None:
-    # case 89, case 91, case 93: there is no second model, tokenizer or table of ids to name
+def test_half_a_draft_model_is_refused_by_name(override: str, message: str) -> None:
+    # case 89, case 91, case 93: a draft model is named as a whole, and no table of ids
     with pytest.raises(InvalidConfig) as refused:
         load_config(None, ["name=run", override])
     assert message in str(refused.value)
