@@ -360,8 +360,9 @@ class Controller:
                 gauges={
                     name: value
                     for name, value in gauges.items()
-                    if name.partition("/")[0] in ("history", "ngram")
+                    if name.partition("/")[0] in ("draft", "history", "ngram")
                 },
+                explanations={m.name: m.explanation for m in self._members.values()},
             )
 
     def config(self) -> ClusterConfig:
@@ -524,6 +525,7 @@ class Controller:
             if member.name not in self._members:
                 return
             member.counters, member.gauges = report.counters, report.gauges
+            member.explanation = report.explanation
             if report.samples:
                 self._receive(member, report.samples)
                 self._retire(self._queue.drop_failed(), "failed")

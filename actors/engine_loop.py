@@ -28,6 +28,8 @@ class LoopReport:
     """Lifetime sums, rows in flight included."""
     gauges: dict[str, float]
     version: int | None
+    explanation: str
+    """Why the last round drafted as much as it did."""
 
 
 class EngineLoop:
@@ -38,7 +40,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._finished: list[RolloutSample] = []
-        self._status = (SpecCounters(), dict[str, float](), engine.version)
+        self._status = (SpecCounters(), dict[str, float](), engine.version, "")
         self._swapped: Future[None] | None = None
         self._failure: BaseException | None = None
         self._stopping = False
@@ -75,7 +77,8 @@ class EngineLoop:
         engine = self._engine
         with self._changed:
             self._finished += samples
-            self._status = (engine.counters(), dict(engine.gauges()), engine.version)
+            gauges = dict(engine.gauges())
+            self._status = (engine.counters(), gauges, engine.version, engine.explain())
             if self._swapped is not None and not self._engine.load_is_due:
                 self._swapped.set_result(None)
                 self._swapped = None

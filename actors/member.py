@@ -42,13 +42,16 @@ class Member:
     collecting_since: float = 0.0
     counters: SpecCounters = field(default_factory=SpecCounters)
     gauges: dict[str, float] = field(default_factory=dict)
+    explanation: str = ""
 
     @staticmethod
     def start(name: str, config: ClusterConfig, probe_ids: Sequence[Sequence[int]]) -> "Member":
         """Starts an actor in a process with the cores it is given and no more threads."""
         cores = config.cpus_per_actor
         handle = RemoteRolloutActor.options(
-            num_cpus=cores, runtime_env={"env_vars": thread_environment(cores)}
+            num_cpus=cores,
+            num_gpus=int(config.engine.device != "cpu"),
+            runtime_env={"env_vars": thread_environment(cores)},
         ).remote(name, config.engine, cores, probe_ids)
         return Member(name, handle)
 

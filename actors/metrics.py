@@ -56,6 +56,8 @@ class ClusterSnapshot:
     groups_held: int
     """Groups submitted and not handed over."""
     gauges: dict[str, float] = field(default_factory=dict)
+    explanations: dict[str, str] = field(default_factory=dict)
+    """Why each actor's last round drafted as much as it did."""
 
     @staticmethod
     def zero() -> "ClusterSnapshot":
@@ -91,7 +93,7 @@ def metrics_row(before: ClusterSnapshot, now: ClusterSnapshot) -> dict[str, floa
         "fleet/actors": float(now.actors),
         "fleet/restarts": float(now.restarts),
         **{f"ledger/{name}": float(count) for name, count in now.ledger.items()},
-        **now.gauges,
+        **{name: value for name, value in now.gauges.items() if not name.startswith("draft/")},
     }
     _ratio(row, "accepted/samples_per_hour", now.ledger["accepted"] * 3600, now.elapsed_s)
     _ratio(row, "accepted/samples_per_hour_window", accepted * 3600, seconds)
@@ -102,6 +104,7 @@ def metrics_row(before: ClusterSnapshot, now: ClusterSnapshot) -> dict[str, floa
         row, "rollout/truncated_rate", now.truncated_samples - before.truncated_samples, finished
     )
     row |= spec_row(before.counters, now.counters)
+    row |= draft_row(before.gauges, now.gauges)
     row |= exactness_row(now.counters)
     phases = {p: now.phase_s.get(p, 0.0) - before.phase_s.get(p, 0.0) for p in PHASES}
     total = sum(phases.values())
@@ -154,6 +157,22 @@ def spec_row(before: SpecCounters, now: SpecCounters) -> dict[str, float]:
             now.accepted_by_position[depth] - old_accepted,
             count - old,
         )
+    return row
+
+
+def draft_row(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """What the draft lengths of the interval's rounds rested on (`rollout.draft_len`); empty where
+    lengths are fixed, and for an interval in which an actor was lost."""
+
+    def since(name: str) -> float:
+        return now.get(f"draft/{name}", 0.0) - before.get(f"draft/{name}", 0.0)
+
+    row: dict[str, float] = {}
+    if since("rounds") > 0:
+        _ratio(row, "spec/draft/price", since("price"), since("rounds"))
+        _ratio(row, "spec/draft/expected_speedup", since("speedup"), since("rounds"))
+        _ratio(row, "spec/draft/plain_rounds_share", since("plain"), since("rounds"))
+        _ratio(row, "spec/draft/kept_share", since("kept"), since("offered"))
     return row
 
 

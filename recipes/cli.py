@@ -79,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("recipe", nargs="?", type=Path, help="YAML file of options")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="options over the recipe's")
     run.add_argument("--resume", type=Path, metavar="RUN", help="go on with a run folder")
+    run.add_argument(
+        "--explain",
+        action="store_true",
+        help="say each step why the last round of every actor drafted as much as it did",
+    )
     run.epilog = "options:\n" + _options_text()
     launch = _command(commands, "launch", _launch, "keep a named rollout cluster up")
     launch.add_argument("recipe", type=Path, help="YAML file; model, mode, actors and draft count")
@@ -102,19 +107,27 @@ def _add_audit(commands: Any) -> None:
     audit.add_argument("--engine", default="native", choices=("native",), help="who generates")
     audit.add_argument("--model", default="smollm2", help="model folder, or smollm2 (default)")
     audit.add_argument(
+        "--mode",
+        default=None,
+        choices=("quantised", "full", "lossless"),
+        help="whose law is sampled, as in a recipe (default by --quant: full for none)",
+    )
+    audit.add_argument(
         "--quant",
         default="none",
         choices=("none", "int8_w8a16", "int8_w8a8"),
-        help="format of the weights that are sampled; none (default) is full precision, where the "
-        "reference is sharpest",
+        help="format of the weights that are sampled, or in lossless mode draft; none (default) is "
+        "full precision, where the reference is sharpest",
     )
     audit.add_argument(
         "--proposer",
         nargs="+",
         default=None,
-        choices=("none", "ngram", "history", "history_sampled"),
-        help="who drafts; several are audited one after the other (default history_sampled)",
+        choices=("none", "ngram", "history", "history_sampled", "draft_model", "self_draft"),
+        help="who drafts; several are audited one after the other (default history_sampled, in "
+        "lossless mode self_draft)",
     )
+    audit.add_argument("--draft-model", default=None, help="model folder of draft_model")
     audit.add_argument(
         "--sampling",
         nargs="+",
@@ -169,7 +182,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     else:
         config = load_config(arguments.recipe, arguments.overrides)
-    summary = run(config, arguments.resume)
+    summary = run(config, arguments.resume, explain=arguments.explain)
     if arguments.json:
         print(json.dumps(summary))
     else:

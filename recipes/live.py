@@ -110,6 +110,10 @@ class LiveView:
         with self._lock:
             self._phase = text
 
+    def say(self, text: str) -> None:
+        """Prints a line that stays, above the block; also where nothing is drawn."""
+        self._console.print(text, markup=False, highlight=False)
+
     def update(self, row: Row) -> None:
         """Shows the metrics of `row`; those it does not name keep their last value.
 

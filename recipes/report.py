@@ -346,6 +346,16 @@ def _draw_tokens_per_step(run: RunData, figure: Figure) -> bool:
     return drawn
 
 
+def _draw_draft_lengths(run: RunData, figure: Figure) -> bool:
+    axes = _axes(figure, "step", "probability, share")
+    drawn = _line(run, axes, "spec/draft/price", "price of a drafted token", SERIES[0])
+    drawn |= _line(run, axes, "spec/draft/plain_rounds_share", "rounds without drafts", SERIES[1])
+    drawn |= _line(run, axes, "spec/draft/kept_share", "scored / offered tokens", SERIES[2])
+    axes.set_ylim(0, 1.02)
+    _legend(axes)
+    return drawn
+
+
 def _draw_time_shares(run: RunData, figure: Figure) -> bool:
     shares = [
         dict(zip(*run.series(f"spec/time/{part}_share"), strict=True)) for part in TIME_SHARES
@@ -497,6 +507,12 @@ PLOTS = (
         "Tokens per target step",
         "Emitted tokens / target forwards a row took part in; plain decoding is 1.",
         _draw_tokens_per_step,
+    ),
+    Plot(
+        "Why rounds draft as much as they do",
+        "A drafted token is scored where the chance that it will be accepted exceeds its price: what "
+        "it adds to the round's seconds, in tokens. Means over the engine's rounds.",
+        _draw_draft_lengths,
     ),
     Plot("Where rollout time goes", "Share of the engine's time a phase took.", _draw_time_shares),
     Plot(

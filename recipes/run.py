@@ -107,8 +107,9 @@ def _probe_texts(config: RunConfig) -> tuple[str, ...]:
     return tuple(p.prompt + p.answer for p in _task(config).problems[:2])
 
 
-def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
-    """Runs or goes on with a run; its summary. Raises the project's errors."""
+def run(config: RunConfig, resume: Path | None = None, *, explain: bool = False) -> dict[str, Any]:
+    """Runs or goes on with a run; its summary. `explain` prints each step why its rounds drafted as
+    much as they did. Raises the project's errors."""
     folder_of_model = model_folder(config.model.path)
     eos = read_config(folder_of_model).eos_token_ids
     check_weights(folder_of_model)
@@ -140,7 +141,7 @@ def run(config: RunConfig, resume: Path | None = None) -> dict[str, Any]:
         learner = Learner(folder_of_model, config.learner, config.sampling.temperature)
         feeder = Feeder(cluster, config, tokenizer, sampling_params(config, eos))
         progress = _begin(config, cluster, learner, feeder, checkpoint)
-        recorder = Recorder(folder, sink, view, tokenizer, feeder)
+        recorder = Recorder(folder, sink, view, tokenizer, feeder, explain=explain)
         try:
             _train(config, cluster, learner, feeder, recorder, progress, stop)
         except RolloutError as error:
@@ -296,8 +297,10 @@ class Recorder:
         view: LiveView,
         tokenizer: PreTrainedTokenizerBase,
         feeder: Feeder,
+        *,
+        explain: bool = False,
     ) -> None:
-        self.folder, self.view = folder, view
+        self.folder, self.view, self._explain = folder, view, explain
         self._sink, self._tokenizer, self._feeder = sink, tokenizer, feeder
         self.last: ClusterSnapshot | None = None
         self.recent: deque[RolloutSample] = deque(maxlen=RECENT_SAMPLES)
@@ -347,6 +350,9 @@ class Recorder:
         self.last = now
         self._sink.log(row)
         self.view.update(row)
+        if self._explain:
+            for actor, why in sorted(now.explanations.items()):
+                self.view.say(f"step {progress.step}, {actor}: {why}")
         progress.log_bytes = self.folder.log_bytes()
 
 

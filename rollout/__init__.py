@@ -1,24 +1,30 @@
 """The algorithm: requests in, samples out, drawn exactly from the policy's law. No Ray here.
 
+acceptance          how likely drafted tokens are to be accepted
 admission           whether a request can be served at all
 checkpoint          a Hugging Face checkpoint folder: config, weights, tokenizer
 compiled_policy     the decoder on compiled kernels, with a paged cache
 compiled_weights    weights in the layout of the compiled kernels
 conditions          what decides a position's law besides its logits
+decode_graphs       decode rounds recorded once a shape and replayed
 decoder             sizes, tensor names and quantised parts of a dense decoder
+decoder_forward     one forward of a dense decoder: tensors in, tensors out
 decoder_weights     weights layer by layer, maps of one input stacked
 draft               proposed tokens, each with the law it was drawn from
 draft_len           how many tokens to draft, from measured costs and acceptance
+draft_price         the chance at which a drafted token is worth scoring
 draft_tree          growing a tree of the most probable continuations
 drafting            making a draft that verification can trust
 engine              the protocol of an engine
 enumerate           every outcome of a sampling procedure with its exact probability
 errors              the tree of everything raised by name
 grammar             what the generated tokens must spell, as masks
+graph_capture       recording what a function does to fixed memory: CUDA graphs, a tape
 kernels             the compiled CPU kernels (csrc/), built for this machine
 law                 logits and sampling parameters -> the target law of each position
 ledger              one fate for every sample
 llguidance_grammar  JSON schemas and regular expressions by llguidance
+lossless_policy     two models over one cache: quantised weights draft for full precision
 native_engine       rounds of draft, score, verify, commit over a ragged batch of rows
 packing             weights as they travel: packed once, checked by every receiver
 paged_cache         which pages of a cache belong to which slot
@@ -29,38 +35,47 @@ request             what goes into an engine and what comes out
 row                 a sequence in flight
 sampling            sampling parameters and the meaning of their edge values
 scheduler           who runs what in a round, and room in the cache for it
+step_cost           what a forward costs by its number of tokens, as measured
 stop_text           stop strings over token ids
 streams             the randomness of one row, keyed by what it is for
 table_policy        a policy whose law is a known table
 transformer_policy  a dense decoder with its own cache
+tree_yield          whether rounds of draft trees beat rounds of chains
 verdict             what a verification decides for one row and round
 verify              how much of a draft the target law keeps: the rule for each kind
 verify_block        block verification of sampled drafts
 verify_points       verification of point masses, chain or tree
 verify_positions    verification of sampled drafts, position by position
+vocabulary          whether the ids of two checkpoints stand for the same tokens
 watch               exactness watched in production
 """
 
 __all__ = [
+    "acceptance",
     "admission",
     "checkpoint",
     "compiled_policy",
     "compiled_weights",
     "conditions",
+    "decode_graphs",
     "decoder",
+    "decoder_forward",
     "decoder_weights",
     "draft",
     "draft_len",
+    "draft_price",
     "draft_tree",
     "drafting",
     "engine",
     "enumerate",
     "errors",
     "grammar",
+    "graph_capture",
     "kernels",
     "law",
     "ledger",
     "llguidance_grammar",
+    "lossless_policy",
     "native_engine",
     "packing",
     "paged_cache",
@@ -71,14 +86,17 @@ __all__ = [
     "row",
     "sampling",
     "scheduler",
+    "step_cost",
     "stop_text",
     "streams",
     "table_policy",
     "transformer_policy",
+    "tree_yield",
     "verdict",
     "verify",
     "verify_block",
     "verify_points",
     "verify_positions",
+    "vocabulary",
     "watch",
 ]

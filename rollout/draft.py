@@ -59,11 +59,20 @@ class Draft:
     parents: tuple[int, ...] | None = None
     """None: a chain. Else a tree: each node's parent by index, -1 for the row's last token; parents
     come before their children, and siblings differ."""
+    chances: tuple[float, ...] | None = None
+    """The proposer's own estimate that each token is accepted once those before it were; None: it has
+    none. Made before a sampled token is drawn, from those before it and from laws: drafts are cut by
+    it (`rollout.draft_len`)."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.laws):
             raise InvalidDraft(
                 f"draft of {len(self.token_ids)} tokens with {len(self.laws)} laws: need one each"
+            )
+        if self.chances is not None and len(self.chances) != len(self.token_ids):
+            raise InvalidDraft(
+                f"draft of {len(self.token_ids)} tokens with {len(self.chances)} chances: need one "
+                "each or none"
             )
 
     @staticmethod
@@ -89,7 +98,8 @@ class Draft:
         if len(self) <= max_len:
             return self
         parents = None if self.parents is None else self.parents[:max_len]
-        return Draft(self.token_ids[:max_len], self.laws[:max_len], parents)
+        chances = None if self.chances is None else self.chances[:max_len]
+        return Draft(self.token_ids[:max_len], self.laws[:max_len], parents, chances)
 
 
 NO_DRAFT = Draft()
@@ -105,7 +115,7 @@ def check_draft(draft: Draft, vocab_size: int) -> Draft:
         if not 0 <= token < vocab_size:
             raise InvalidDraft(f"draft token {token}: expected an id in [0, {vocab_size})")
         laws.append(law if isinstance(law, PointMass) else _checked_law(token, law, vocab_size))
-    return Draft(draft.token_ids, tuple(laws), draft.parents)
+    return replace(draft, laws=tuple(laws))
 
 
 def _checked_law(token: int, law: SparseLaw | DenseLaw, vocab_size: int) -> SparseLaw | DenseLaw:

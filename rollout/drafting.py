@@ -7,6 +7,8 @@ time, for which every rule of `rollout.verify` is exact. ("Stop because the last
 but keep it" is possible here, "and drop it" is not: that would bend the emitted law by up to .25.)
 """
 
+import math
+
 import torch
 
 from rollout.draft import POINT_MASS, DenseLaw, Draft, DraftLaw, SparseLaw
@@ -20,6 +22,7 @@ class Drafting:
         self._draws, self._start, self._max_len = row.draws, len(row.token_ids), max_len
         self._token_ids: list[int] = []
         self._laws: list[DraftLaw] = []
+        self._chances: list[float] = []
 
     @property
     def room(self) -> int:
@@ -31,25 +34,29 @@ class Drafting:
         """Tokens so far, the context of the next law."""
         return tuple(self._token_ids)
 
-    def point(self, token: int) -> None:
-        """Adds a token that was chosen without randomness."""
-        self._add(token, POINT_MASS)
+    def point(self, token: int, chance: float = math.nan) -> None:
+        """Adds a token that was chosen without randomness; `chance` is the estimate that it will be
+        accepted, NaN for none."""
+        self._add(token, POINT_MASS, chance)
 
-    def sample(self, law: SparseLaw | DenseLaw) -> int:
-        """Draws the next token from `law`, adds and returns it."""
+    def sample(self, law: SparseLaw | DenseLaw, chance: float = math.nan) -> int:
+        """Draws the next token from `law`, adds and returns it; `chance` is the estimate, made before
+        the draw, that whatever is drawn will be accepted."""
         position = self._start + len(self._token_ids)
         drawn = self._draws.draft(law.probs, self._start, position)
         token = int(law.ids[drawn]) if isinstance(law, SparseLaw) else drawn
-        self._add(token, law)
+        self._add(token, law, chance)
         return token
 
-    def _add(self, token: int, law: DraftLaw) -> None:
+    def _add(self, token: int, law: DraftLaw, chance: float) -> None:
         assert self.room > 0, "the draft is as long as it may be; ask `room` first"
         self._token_ids.append(token)
         self._laws.append(law)
+        self._chances.append(chance)
 
     def done(self) -> Draft:
-        return Draft(tuple(self._token_ids), tuple(self._laws))
+        chances = None if all(map(math.isnan, self._chances)) else tuple(self._chances)
+        return Draft(tuple(self._token_ids), tuple(self._laws), chances=chances)
 
 
 def sparse_law(weights: dict[int, float]) -> SparseLaw:

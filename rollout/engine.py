@@ -71,6 +71,10 @@ class Engine(Protocol):
 
     def gauges(self) -> Mapping[str, float]: ...
 
+    def explain(self) -> str:
+        """Why the last round drafted as much as it did, for people."""
+        ...
+
 
 def run_to_end(
     engine: Engine, requests: Sequence[RolloutRequest], *, max_rounds: int | None = None

@@ -17,7 +17,7 @@ import torch
 from rollout.admission import check_request
 from rollout.conditions import Condition, checked_mask
 from rollout.draft import NO_DRAFT, Draft, check_draft
-from rollout.draft_len import DraftLen, RoundCost
+from rollout.draft_len import DraftLen, RoundCost, Trial
 from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
 from rollout.grammar import CompileGrammar, MaskProvider
@@ -43,6 +43,13 @@ def seeded_draws(request: RolloutRequest) -> Draws:
     return SeededDraws(
         request.run_seed if seed is None else seed, request.prompt_id, request.sample_index
     )
+
+
+@dataclass(slots=True)
+class _Phase:
+    """How long a part of a round took, once it is over."""
+
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +185,14 @@ class NativeEngine:
         if live := self._scheduler.live:
             started = time.perf_counter()
             with self._timed("plan"):
-                asked = self.draft_len.choose(live, can_branch=self._can_branch)
+                draining = not self._scheduler.waiting
+                asked = self.draft_len.choose(live, can_branch=self._can_branch, draining=draining)
                 plan = self._scheduler.plan(self._max_lens(live, asked), trees=self._branches)
                 rows = plan.rows
-            with self._timed("propose"):
-                drafts = self._propose(rows, plan.max_lens)
+            with self._timed("propose") as proposing:
+                proposed = self._propose(rows, plan.max_lens)
+            with self._timed("plan"):
+                drafts = self.draft_len.keep(rows, proposed)
             with self._timed("score"):
                 windows = [self._window(row, draft) for row, draft in zip(rows, drafts)]
                 logits = self.policy.score([*windows, *plan.chunks])  # [N, V]
@@ -196,8 +206,10 @@ class NativeEngine:
                 with self._timed("commit"):
                     self._commit(rows, drafts, windows, laws, verdicts)
                     self.proposer.observe(rows)
+                seconds = time.perf_counter() - started - proposing.seconds
+                trials = _trials(rows, plan.max_lens, proposed, drafts, verdicts)
                 self.draft_len.observe(
-                    _round_cost(started, windows, asked, drafts, verdicts, plan.chunks)
+                    _round_cost(seconds, proposing.seconds, windows, plan.chunks, trials)
                 )
         return self._drain()
 
@@ -356,10 +368,11 @@ class NativeEngine:
         return row.sample(self._mode)
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._seconds[phase] += time.perf_counter() - started
+    def _timed(self, phase: str) -> Iterator["_Phase"]:
+        timed, started = _Phase(), time.perf_counter()
+        yield timed
+        timed.seconds = time.perf_counter() - started
+        self._seconds[phase] += timed.seconds
 
     def counters(self) -> SpecCounters:
         """Speculation counts of everything this engine has emitted so far."""
@@ -376,8 +389,12 @@ class NativeEngine:
             **{f"count/{name}": float(count) for name, count in counts.items()},
             "rows/live": float(len(self._scheduler.live)),
             "rows/waiting": float(len(self._scheduler.waiting)),
+            **self.draft_len.gauges(),
             **self.proposer.gauges(),
         }
+
+    def explain(self) -> str:
+        return self.draft_len.explain()
 
 
 def _max_depth(row: Row) -> int:
@@ -394,22 +411,41 @@ def _until_stop(draft: Draft, row: Row) -> Draft:
     return draft
 
 
-def _round_cost(
-    started: float,
-    windows: Sequence[Window],
-    asked: Sequence[int],
-    drafts: Sequence[Draft],
+def _trials(
+    rows: Sequence[Row],
+    max_lens: Sequence[int],
+    proposed: Sequence[Draft],
+    kept: Sequence[Draft],
     verdicts: Sequence[Verdict | None],
+) -> tuple[Trial, ...]:
+    return tuple(
+        Trial(
+            row=row,
+            asked_len=max_len,
+            draft=draft,
+            kept_len=len(scored),
+            accepted_len=verdict.accepted_len if verdict else 0,
+            next_token=verdict.next_token if verdict else None,
+        )
+        for row, max_len, draft, scored, verdict in zip(
+            rows, max_lens, proposed, kept, verdicts, strict=True
+        )
+    )
+
+
+def _round_cost(
+    seconds: float,
+    propose_seconds: float,
+    windows: Sequence[Window],
     chunks: Sequence[Window],
+    trials: tuple[Trial, ...],
 ) -> RoundCost:
     scored = sum(len(window.token_ids) for window in (*windows, *chunks))
     return RoundCost(
-        seconds=time.perf_counter() - started,
-        num_rows=len(windows),
-        asked_len=max(asked, default=0),
+        seconds=seconds,
+        propose_seconds=propose_seconds,
         scored_tokens=scored,
         plain_tokens=scored == sum(window.num_logits for window in windows),
-        drafted=tuple(len(draft) for draft in drafts),
-        accepted=tuple(verdict.accepted_len if verdict else 0 for verdict in verdicts),
-        branched=any(draft.parents is not None for draft in drafts),
+        trials=trials,
+        branched=any(trial.draft.parents is not None for trial in trials),
     )

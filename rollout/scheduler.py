@@ -5,11 +5,11 @@ once for all rows that share it: by the oldest of them, or not at all while a sl
 others fork it. Long prompts are run in chunks beside the rows that decode (Sarathi-Serve,
 arXiv:2403.02310), so that a decoding row never waits for more than a round's budget.
 
-Where the cache cannot hold what a round needs, what ended rows left behind goes first, then the rows
-admitted last: they wait again, ahead of the others, with all they have emitted, and run it once more
-when they return. The oldest row is never taken out, so every round makes progress; and as what is free
-then is what the older rows grow into, nobody is admitted until one of them has left. A row is taken out
-before anything is drafted for it: nobody has looked at a token that is dropped.
+Where the cache cannot hold what a round needs, what ended rows left behind goes first, then drafts, then
+the rows admitted last: they wait again, ahead of the others, with all they have emitted, and run it once
+more when they return. The oldest row is never taken out, so every round makes progress; and as what is
+free then is what the older rows grow into, nobody is admitted until one of them has left. All this is
+settled before anything is drafted: nobody has looked at a token that is dropped.
 
 The budget counts drafts at the longest they may be. It is exceeded by decoding rows alone, which never
 wait, and by one token of a prompt, which never waits for ever.
@@ -126,7 +126,9 @@ class Scheduler:
                 break  # preempted for an older row, and so were those behind it
             decodes = share == num_pending
             end = self.num_cached(row) + share
-            if not share or not self._make_room(row, end + max_len * decodes):
+            if not share:
+                continue
+            if not self._make_room(row, end):
                 continue
             self._count(row, end)
             if decodes:
@@ -134,6 +136,9 @@ class Scheduler:
                 plan.max_lens.append(max_len)
             else:
                 plan.chunks.append(self._chunk(row, end))
+        for index, row in enumerate(plan.rows):
+            if not self._grow(slot_of(row), len(row.token_ids) + plan.max_lens[index]):
+                plan.max_lens[index] = 0  # nobody is taken out for a draft
         return plan
 
     def _share_prompts(self) -> list[int]:

@@ -8,7 +8,8 @@ Every uniform is a keyed hash (BLAKE2b) of (seed, prompt id, sample index) and o
                          round that began at `start`;
 - `pit(position)`        looks at an emitted token and decides nothing.
 
-So a row's tokens do not depend on its slot, its actor, its neighbours, a preemption or a restart;
+So under drafts that are made without randomness a row's tokens do not depend on its slot, its actor,
+its neighbours, a preemption or a restart (drawn drafts can make other tokens of the same law of them);
 the four purposes are independent; and because a round never begins twice at the same position, no
 uniform is ever used for two decisions. The first kind is keyed by position alone: see
 `rollout.verify` for what that buys.

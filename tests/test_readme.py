@@ -53,6 +53,7 @@ def test_every_metric_it_explains_is_logged() -> None:
         **{
             **{f: getattr(ClusterSnapshot.zero(), f) for f in ClusterSnapshot.__slots__},
             "elapsed_s": 1.0, "counters": counters, "ages": {1: 1}, "phase_s": {"score": 1.0},
+            "gauges": {"draft/rounds": 2.0, "draft/offered": 1.0},
             "publication": SimpleNamespace(
                 drift=SimpleNamespace(kl=0.1, abs_logp=0.1, tv=0.1), weights_bytes=1, version=1,
                 publish_s=1.0, swap_s=1.0,

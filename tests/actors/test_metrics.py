@@ -69,3 +69,20 @@ def test_time_shares_add_up_to_one() -> None:
 def test_staleness_is_of_the_interval() -> None:
     row = metrics_row(snapshot(ages={0: 5}), snapshot(ages={0: 5, 1: 3, 2: 1}))
     assert row["staleness/mean"] == pytest.approx(5 / 4) and row["staleness/max"] == 2
+
+
+def test_draft_lengths_are_explained_by_what_their_rounds_rested_on() -> None:
+    def at(**gauges: float) -> ClusterSnapshot:
+        return snapshot(gauges={f"draft/{name}": value for name, value in gauges.items()})
+
+    before = at(rounds=10, plain=10, price=9.0, speedup=10.0, offered=40, kept=0)
+    now = at(rounds=14, plain=11, price=10.0, speedup=15.0, offered=80, kept=10)
+    drafting = {k: v for k, v in metrics_row(before, now).items() if "draft" in k}
+    assert drafting == {
+        "spec/draft/price": 0.25,
+        "spec/draft/expected_speedup": 1.25,
+        "spec/draft/plain_rounds_share": 0.25,
+        "spec/draft/kept_share": 0.25,
+    }
+    # the sums fell: an actor went and took its part of them along
+    assert not [name for name in metrics_row(now, before) if "draft" in name]

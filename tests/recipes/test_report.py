@@ -18,6 +18,7 @@ def metrics_row(step: int) -> Row:
     names = (
         "reward/mean accepted/samples_per_hour accepted/samples_per_hour_window accepted/samples "
         "rollout/tokens_per_s spec/tokens_per_target_step spec/time/propose_share "
+        "spec/draft/price spec/draft/plain_rounds_share spec/draft/kept_share "
         "spec/time/verify_share spec/time/commit_share spec/time/other_share quant/drift_kl "
         "quant/drift_abs_logp staleness/mean staleness/max mismatch/k1 mismatch/k3 mismatch/ess"
     )

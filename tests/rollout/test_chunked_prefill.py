@@ -263,7 +263,7 @@ def test_rounds_with_prompts_are_not_taken_for_what_decoding_costs() -> None:
     seen = [(c.num_rows, c.asked_len, c.scored_tokens, c.plain_tokens) for c in costs]
     assert seen == [
         (1, 1, 3, False), (1, 1, 3, False), (1, 1, 2, False),
-        (2, 1, 2, True), (2, 1, 2, True), (1, 1, 1, True),
+        (2, 1, 2, True), (2, 1, 2, True), (1, 0, 1, True),
     ]  # fmt: skip
 
 

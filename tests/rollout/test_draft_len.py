@@ -1,324 +1,349 @@
-"""The draft length that pays, from measured costs and measured acceptance."""
+"""Draft lengths that pay, on machines made of formulas and in engines.
 
-import random
-from collections.abc import Sequence
+"Plain" below is decoding without drafts and "best fixed" the best constant length of the same machine
+and proposer, 0 included; both know what the policy under test has to find out first.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from proposers.history import HistoryProposer
 from proposers.none import NoProposer
-from rollout.draft import Draft
-from rollout.draft_len import AdaptiveDraftLen, FixedDraftLen, LinearCost, RoundCost
+from rollout.draft import POINT_MASS, Draft
+from rollout.draft_len import (
+    AdaptiveDraftLen,
+    DraftLen,
+    FixedDraftLen,
+    RoundCost,
+    Trial,
+    straggler_weights,
+)
 from rollout.native_engine import NativeEngine
 from rollout.proposer import Proposer
 from rollout.row import Row
 from rollout.sampling import SamplingParams
-from rollout.streams import SeededDraws
 from rollout.table_policy import TablePolicy, random_table
 from tests.rollout.engines import request, run
 from tests.rollout.proposers_under_test import Watched
-
-
-def rows(num: int) -> list[Row]:
-    return [Row(request(), SeededDraws(0, "p", i), context_len=64) for i in range(num)]
-
-
-def plain_round(chooser: AdaptiveDraftLen, seconds: float, scored_tokens: int) -> None:
-    chooser.observe(RoundCost(seconds, 1, 0, scored_tokens, True, (0,), (0,)))
-
-
-def learn_cost(chooser: AdaptiveDraftLen, fixed: float, per_token: float) -> None:
-    for scored_tokens in (1, 2, 3, 4, 8, 16):
-        plain_round(chooser, fixed + per_token * scored_tokens, scored_tokens)
-
-
-def learn_acceptance(
-    chooser: AdaptiveDraftLen, rates: list[float], *, drafted: bool = True, num_rounds: int = 3000
-) -> None:
-    """Rounds of one row whose draft position i is accepted at rates[i] given those before it."""
-    rng = random.Random(1)
-    for _ in range(num_rounds):
-        accepted = next((i for i, rate in enumerate(rates) if rng.random() >= rate), len(rates))
-        length = len(rates) if drafted else 0
-        chooser.observe(
-            RoundCost(1.0, 1, len(rates), 0, False, (length,), (accepted if drafted else 0,))
-        )
-
-
-def adaptive(max_len: int = 12, **options: float) -> AdaptiveDraftLen:
-    return AdaptiveDraftLen(max_len, decay=0.999, **options)  # type: ignore[arg-type]
-
-
-# ---- cost ---------------------------------------------------------------------------------
-
-
-def test_linear_cost_recovers_a_line() -> None:
-    cost = LinearCost(decay=0.98)
-    for tokens in (1, 5, 9, 30, 2, 64):
-        cost.add(tokens, 0.010 + 0.002 * tokens)
-    assert cost.seconds(0) == pytest.approx(0.010, abs=1e-9)
-    assert cost.seconds(100) == pytest.approx(0.210, abs=1e-9)
-
-
-def test_linear_cost_recovers_a_line_under_noise() -> None:
-    # 500 points, effective window 1/(1 - .99) = 100, noise 5% of the fixed part
-    rng, cost = random.Random(3), LinearCost(decay=0.99)
-    for _ in range(500):
-        tokens = rng.randint(1, 64)
-        cost.add(tokens, 0.010 + 0.002 * tokens + rng.gauss(0, 0.0005))
-    assert cost.seconds(0) == pytest.approx(0.010, rel=0.1)
-    assert cost.seconds(50) == pytest.approx(0.110, rel=0.02)
-
-
-def test_linear_cost_follows_a_machine_that_changed() -> None:
-    cost = LinearCost(decay=0.9)
-    for per_token in (0.002, 0.005):
-        for tokens in (1, 8, 16, 32) * 40:
-            cost.add(tokens, 0.010 + per_token * tokens)
-    assert cost.seconds(10) == pytest.approx(0.060, abs=1e-6)
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 333, 2048, 2955])
-def test_a_cost_seen_at_one_width_only_is_taken_as_fixed(tokens: int) -> None:
-    # rounding of the sums must not be read as a slope
-    rng, cost = random.Random(tokens), LinearCost(decay=0.98)
-    for _ in range(300):
-        cost.add(tokens, 0.2 + 0.01 * rng.random())
-    assert cost.seconds(2 * tokens) == pytest.approx(cost.seconds(tokens), rel=1e-9)
-    assert 0.2 < cost.seconds(tokens) < 0.21
-
-
-@pytest.mark.parametrize("points", [[(1, 0.9), (10, 0.1)], [(10, 0.1), (11, 0.9)]])
-def test_no_part_of_a_cost_is_negative(points: list[tuple[float, float]]) -> None:
-    cost = LinearCost(decay=1.0)
-    for tokens, seconds in points:
-        cost.add(tokens, seconds)
-    assert 0 <= cost.seconds(0) <= cost.seconds(1) <= cost.seconds(100)
-
-
-# ---- best length --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rate", "per_token", "expected"),
-    [
-        # rate of emission per second, fixed 1: E(k) / (1 + c(1 + k)), E = (1 - a^(k+1)) / (1 - a)
-        # a=.8 c=.1: k=4 3.362/1.5=2.241, k=5 3.689/1.6=2.306, k=6 3.951/1.7=2.324,
-        #            k=7 4.161/1.8=2.312
-        (0.8, 0.1, 6),
-        # a=.5 c=.5: k=0 1/1.5=.667, k=1 1.5/2=.75, k=2 1.75/2.5=.70
-        (0.5, 0.5, 1),
-        # a=.2 c=.5: k=0 .667, k=1 1.2/2=.60
-        (0.2, 0.5, 0),
-    ],
+from tests.rollout.simulated_rounds import (
+    Machine,
+    Tokens,
+    best_fixed,
+    plain_tokens_per_s,
+    rows,
+    tokens_per_s,
 )
-def test_best_length_maximises_expected_tokens_a_second(
-    rate: float, per_token: float, expected: int
-) -> None:
-    chooser = adaptive()
-    learn_cost(chooser, 1.0, per_token)
-    chooser._accepted = [rate * 1e6] * chooser.max_len
-    chooser._reached = [1e6] * chooser.max_len
-    chooser._drafted = chooser._asked = [1e6] * chooser.max_len
-    assert chooser.best_len(1) == expected
+
+CPU = Machine(lambda tokens: 0.008 + 0.0016 * tokens)
+"""Milliseconds as measured with SmolLM2 on two cores."""
+GPU = Machine(lambda tokens: 0.010 + 0.0001 * max(0.0, tokens - 64))
+"""Bandwidth-bound up to 64 tokens."""
+MACHINES = {"cpu": CPU, "gpu": GPU}
+BATCHES = (1, 4, 32)
+OFFERS = {
+    "high": Tokens([0.95]),
+    "middling": Tokens([0.6]),
+    "low": Tokens([0.2]),
+    "adversarial": Tokens([0.0]),
+    "adversarial and boastful": Tokens([0.0], lambda chance: 0.98),
+    "good and modest": Tokens([0.95], lambda chance: 0.3),
+    "mixed and told apart": Tokens([0.1, 0.98], lambda chance: chance),
+}
 
 
-def test_conditional_rates_by_position_count_and_not_their_mean() -> None:
-    # METHODS 6: a = (.9, .5) gives E = 1 + .9 + .45 = 2.35; at c = .5, fixed 1:
-    # k=0 .667, k=1 1.9/2 = .95, k=2 2.35/2.5 = .94
-    chooser = adaptive(2)
-    learn_cost(chooser, 1.0, 0.5)
-    learn_acceptance(chooser, [0.9, 0.5])
-    assert chooser.best_len(1) == 1
+# ---- what it earns ------------------------------------------------------------------------
 
 
-def test_free_verification_drafts_as_long_as_allowed() -> None:
-    chooser = adaptive(5)
-    learn_cost(chooser, 1.0, 0.0)
-    learn_acceptance(chooser, [0.6] * 5)
-    assert chooser.choose(rows(3)) == [5, 5, 5]
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_cheap_drafts_never_lose(machine: str, offer: str) -> None:
+    on, offered = MACHINES[machine], OFFERS[offer]
+    for num_rows in BATCHES:
+        chooser = AdaptiveDraftLen(8)
+        rate = tokens_per_s(chooser, on, offered, num_rows, num_rounds=150, settling=100)
+        assert rate >= 0.98 * plain_tokens_per_s(on, num_rows), num_rows
+        assert rate >= 0.93 * best_fixed(on, offered, num_rows, 8), num_rows
 
 
-@pytest.mark.parametrize(("num_rows", "drafts"), [(1, True), (64, False)])
-def test_speculation_pays_for_stragglers_and_not_for_a_full_batch(
-    num_rows: int, drafts: bool
-) -> None:
-    # fixed 1, .1 a token, a=.5: one row 1.5/1.2 > 1/1.1; 64 rows 1.5/13.8 < 1/7.4
-    chooser = adaptive(4)
-    learn_cost(chooser, 1.0, 0.1)
-    learn_acceptance(chooser, [0.5] * 4)
-    assert (chooser.best_len(num_rows) > 0) == drafts
+@pytest.mark.parametrize("offer", ["high", "low", "adversarial and boastful"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_draft_model_never_loses(machine: str, offer: str) -> None:
+    """Each drafted token costs three tenths of a step."""
+    on = replace(MACHINES[machine], draft_step_s=0.3 * MACHINES[machine].step(1))
+    for num_rows in BATCHES:
+        chooser = AdaptiveDraftLen(8)
+        rate = tokens_per_s(chooser, on, OFFERS[offer], num_rows, num_rounds=150, settling=100)
+        assert rate >= 0.98 * plain_tokens_per_s(on, num_rows), num_rows
+        assert rate >= 0.95 * best_fixed(on, OFFERS[offer], num_rows, 8), num_rows
 
 
-# ---- choosing -----------------------------------------------------------------------------
+@pytest.mark.parametrize("num_rows", BATCHES)
+def test_finding_out_what_does_not_pay_costs_little(num_rows: int) -> None:
+    """The first rounds included."""
+    for offer in ("low", "adversarial and boastful"):
+        rate = tokens_per_s(AdaptiveDraftLen(8), CPU, OFFERS[offer], num_rows, num_rounds=300)
+        assert rate >= 0.96 * plain_tokens_per_s(CPU, num_rows), offer
 
 
-def hopeless() -> AdaptiveDraftLen:
-    chooser = adaptive(8, probe_every=5, probe_len=2)
-    learn_cost(chooser, 0.1, 1.0)
-    learn_acceptance(chooser, [0.0] * 8)
+def test_a_fixed_length_does_lose() -> None:
+    """The negative control of the tests above."""
+    rate = tokens_per_s(FixedDraftLen(4), CPU, OFFERS["low"], 32, num_rounds=50)
+    assert rate < 0.5 * plain_tokens_per_s(CPU, 32)
+
+
+def test_estimates_that_tell_tokens_apart_beat_every_fixed_length() -> None:
+    """Half of the tokens are nearly certain: those alone are worth scoring in a batch of 8."""
+    offered = OFFERS["mixed and told apart"]
+    rate = tokens_per_s(AdaptiveDraftLen(8), CPU, offered, 8)
+    assert rate > 1.1 * best_fixed(CPU, offered, 8, 8)
+
+
+# ---- what it chooses ----------------------------------------------------------------------
+
+
+def settled(offered: Tokens, machine: Machine = CPU, num_rows: int = 1) -> AdaptiveDraftLen:
+    chooser = AdaptiveDraftLen(8)
+    tokens_per_s(chooser, machine, offered, num_rows, num_rounds=300)
     return chooser
 
 
-def test_nothing_is_drafted_while_it_does_not_pay_except_for_probes() -> None:
-    chooser = hopeless()
-    lengths = [chooser.choose(rows(1))[0] for _ in range(18)]
-    assert lengths == [0, 0, 0, 0, 0, 2] * 3  # five without, then a probe
+def kept_lens(chooser: DraftLen, live: Sequence[Row], said: float | None = None) -> list[int]:
+    """What is kept of full drafts, in one round."""
+    lengths = chooser.choose(live)
+    drafts = [
+        Draft((1,) * n, (POINT_MASS,) * n, chances=None if said is None else (said,) * n)
+        for n in lengths
+    ]
+    return [len(draft) for draft in chooser.keep(live, drafts)]
 
 
-def test_probes_notice_a_proposer_that_has_become_good() -> None:
-    chooser = hopeless()
-    learn_cost(chooser, 10.0, 0.01)
-    for _ in range(3000):
-        length = chooser.choose(rows(1))[0]
-        chooser.observe(RoundCost(10.0, 1, length, 1 + length, True, (length,), (length,)))
-    assert chooser.best_len(1) > 0
+def test_nothing_is_scored_before_a_step_was_timed() -> None:
+    assert AdaptiveDraftLen(8).choose(rows(3)) == [0, 0, 0]
 
 
-def test_a_good_proposer_that_turns_bad_is_dropped() -> None:
-    chooser = AdaptiveDraftLen(4, decay=0.9)
-    learn_cost(chooser, 1.0, 1.0)
-    learn_acceptance(chooser, [1.0] * 4, num_rounds=100)
-    assert chooser.best_len(1) == 4
-    learn_acceptance(chooser, [0.0] * 4, num_rounds=100)
-    assert chooser.best_len(1) == 0
+def test_what_was_never_tried_is_tried() -> None:
+    chooser = AdaptiveDraftLen(8)
+    live = rows(1)
+    chooser.observe(RoundCost(0.01, 0.0, 1, True, (Trial(live[0], 0, Draft(), 0, 0, 2),)))
+    assert kept_lens(chooser, live)[0] > 0
+
+
+@pytest.mark.parametrize(("num_rows", "drafts"), [(1, True), (32, False)])
+def test_the_same_drafts_pay_for_stragglers_and_not_for_a_full_batch(
+    num_rows: int, drafts: bool
+) -> None:
+    chooser = settled(Tokens([0.6]), num_rows=num_rows)
+    assert any(kept_lens(chooser, rows(num_rows))) == drafts
+
+
+def test_a_draft_is_cut_at_the_first_token_below_the_price() -> None:
+    chooser = settled(OFFERS["mixed and told apart"], num_rows=8)
+    live = rows(8)
+    lengths = chooser.choose(live)
+    assert lengths == [8] * 8
+    said = (0.98, 0.98, 0.1, 0.98, 0.98, 0.98, 0.98, 0.98)
+    drafts = [Draft((1,) * 8, (POINT_MASS,) * 8, chances=said) for _ in live]
+    assert {len(draft) for draft in chooser.keep(live, drafts)} == {2}
+
+
+def test_the_cut_depends_on_chances_and_never_on_tokens() -> None:
+    live = rows(4)
+    for tokens in ((1, 2, 3, 4), (9, 9, 9, 9)):
+        chooser = settled(OFFERS["mixed and told apart"], num_rows=4)
+        chooser.choose(live)
+        said = (0.98, 0.9, 0.5, 0.1)
+        drafts = [Draft(tokens, (POINT_MASS,) * 4, chances=said) for _ in live]
+        lens = [len(draft) for draft in chooser.keep(live, drafts)]
+        assert lens == lens[:1] * 4
+        assert 1 <= lens[0] < 4
+
+
+def test_what_was_cut_off_teaches_through_the_token_emitted_in_its_place() -> None:
+    """The proposer has become good after long failure; nothing of it is scored any more."""
+    chooser = settled(OFFERS["adversarial"], num_rows=8)
+    live = rows(8)
+    assert not any(kept_lens(chooser, live))
+    for _ in range(150):
+        lengths = chooser.choose(live)
+        drafts = [Draft((1,) * n, (POINT_MASS,) * n) for n in lengths]
+        kept = chooser.keep(live, drafts)
+        trials = tuple(
+            Trial(row, n, draft, len(part), len(part), next_token=1)
+            for row, n, draft, part in zip(live, lengths, drafts, kept)
+        )
+        scored = 8 + sum(map(len, kept))
+        chooser.observe(RoundCost(CPU.step(scored), 1e-4, scored, True, trials))
+    assert max(max(kept_lens(chooser, live)) for _ in range(20)) > 0
+
+
+def test_a_proposer_that_costs_more_than_it_earns_is_asked_for_few_rows() -> None:
+    dear = replace(CPU, ask_s=CPU.step(32) / 32 * 0.015)  # 1.5% of a step, were every row asked
+    chooser = AdaptiveDraftLen(8)
+    tokens_per_s(chooser, dear, OFFERS["adversarial"], 32, num_rounds=200)
+    live = rows(32)
+    asked = sum(length > 0 for _ in range(50) for length in chooser.choose(live))
+    assert 0 < asked <= 0.35 * 50 * 32
+
+
+def test_a_draft_model_that_does_not_pay_is_probed_ever_more_rarely() -> None:
+    dear = replace(CPU, draft_step_s=CPU.step(1))
+    chooser = AdaptiveDraftLen(8, probe_every=4)
+    tokens_per_s(chooser, dear, OFFERS["adversarial"], 4, num_rounds=200)
+    live, probes = rows(4), []
+    for round_ in range(400):
+        lengths = chooser.choose(live)
+        if any(lengths):
+            probes.append(round_)
+            assert sorted(lengths) == [0, 0, 0, 2]
+    assert 2 <= len(probes) <= 8
 
 
 @pytest.mark.parametrize("max_len", [0, 1, 3])
 def test_no_length_exceeds_the_maximum(max_len: int) -> None:
-    chooser = AdaptiveDraftLen(max_len, probe_every=2, probe_len=9)
-    for _ in range(50):
-        lengths = chooser.choose(rows(2))
-        assert len(lengths) == 2 and max(lengths) <= max_len
-        asked = lengths[0]
-        chooser.observe(RoundCost(0.1, 2, asked, 2 + 2 * asked, True, (asked,) * 2, (asked,) * 2))
+    class Watching(AdaptiveDraftLen):
+        longest = 0
+
+        def choose(
+            self, rows: Sequence[Row], *, can_branch: bool = True, draining: bool = False
+        ) -> list[int]:
+            lengths = super().choose(rows, can_branch=can_branch, draining=draining)
+            self.longest = max(self.longest, *lengths)
+            return lengths
+
+    for machine in (CPU, replace(CPU, draft_step_s=0.003)):
+        chooser = Watching(max_len, probe_len=9)
+        tokens_per_s(chooser, machine, OFFERS["high"], 2, num_rounds=100)
+        assert chooser.longest == max_len
 
 
 def test_no_rows_need_no_lengths() -> None:
-    assert adaptive().choose([]) == []
+    chooser = settled(OFFERS["high"])
+    assert chooser.choose([]) == [] and chooser.keep([], []) == []
     assert FixedDraftLen(3).choose([]) == []
 
 
-def test_a_fixed_length_is_the_same_for_every_row() -> None:
-    assert FixedDraftLen(3).choose(rows(4)) == [3, 3, 3, 3]
+def test_a_fixed_length_is_the_same_for_every_row_and_cuts_nothing() -> None:
+    assert kept_lens(FixedDraftLen(3), rows(4), said=0.01) == [3, 3, 3, 3]
 
 
 def test_rounds_with_prompts_do_not_teach_the_cost_of_decoding() -> None:
-    chooser = adaptive()
-    chooser.observe(RoundCost(9.0, 1, 0, 500, False, (0,), (0,)))
-    assert chooser.best_len(1) == 2  # nothing known yet: a probe
-
-
-def test_a_good_start_is_followed_further_than_it_was_tried() -> None:
-    """Nothing was drafted beyond two tokens; both were always accepted and cost next to nothing."""
     chooser = AdaptiveDraftLen(8)
-    for tokens in (4, 12, 4, 12):
-        chooser.observe(RoundCost(1.0, 4, 2, tokens, True, (2,) * 4, (2,) * 4))
-    assert chooser.best_len(4) > 2
+    trial = Trial(rows(1)[0], 0, Draft(), 0, 0, 2)
+    chooser.observe(RoundCost(9.0, 0.0, 500, False, (trial,)))
+    assert not chooser.choose(rows(1))[0]
+
+
+def test_a_choice_says_what_it_rests_on() -> None:
+    chooser = settled(OFFERS["high"], num_rows=4)
+    kept_lens(chooser, rows(4))
+    told = str(chooser.last)
+    assert told.startswith("4 rows, plain step 14") and "must be accepted with" in told
+    sums = chooser.gauges()
+    assert 0 < sums["draft/kept"] <= sums["draft/offered"]
+    assert 0 < sums["draft/price"] < sums["draft/rounds"] < sums["draft/speedup"]
+
+
+# ---- stragglers ---------------------------------------------------------------------------
+
+
+def test_rows_that_may_still_become_long_count_more() -> None:
+    short, long = rows(1, max_new_tokens=4)[0], rows(1, max_new_tokens=40)[0]
+    weights = straggler_weights([short, long, long])
+    assert weights[long.serial] > 2 * weights[short.serial]
+    assert weights[short.serial] + 2 * weights[long.serial] == pytest.approx(3.0)
+
+
+def test_a_draining_batch_spends_its_tokens_on_the_rows_it_waits_for() -> None:
+    chooser = settled(Tokens([0.75], lambda chance: chance), num_rows=16)
+    live = [*rows(15, max_new_tokens=3), *rows(1, max_new_tokens=50)]
+
+    def kept(draining: bool) -> list[int]:
+        lengths = chooser.choose(live, draining=draining)
+        drafts = [Draft((1,) * n, (POINT_MASS,) * n, chances=(0.75,) * n) for n in lengths]
+        return [len(draft) for draft in chooser.keep(live, drafts)]
+
+    assert kept(draining=False)[-1] <= kept(draining=True)[-1]
+    assert kept(draining=True)[-1] > max(kept(draining=True)[:-1])
 
 
 # ---- trees --------------------------------------------------------------------------------
 
 
-def tree_round(chooser: AdaptiveDraftLen, num_rows: int, nodes: int, accepted: int) -> None:
+def tree_round(chooser: AdaptiveDraftLen, live: Sequence[Row], nodes: int, accepted: int) -> None:
     """A round of trees, whose time says nothing about costs."""
-    num_tokens = num_rows * (1 + nodes)
-    drafted, taken = (nodes,) * num_rows, (accepted,) * num_rows
-    chooser.observe(
-        RoundCost(1.0, num_rows, nodes, num_tokens, False, drafted, taken, branched=True)
-    )
+    draft = Draft.tree(range(nodes), [-1] * nodes)
+    trials = tuple(Trial(row, nodes, draft, nodes, accepted, 2) for row in live)
+    chooser.observe(RoundCost(1.0, 0.0, len(live) * (1 + nodes), False, trials, branched=True))
 
 
-def branches(chooser: AdaptiveDraftLen, num_rows: int = 1) -> bool:
+def with_trees(num_rows: int = 1) -> tuple[AdaptiveDraftLen, list[Row]]:
+    """Chains of up to 4 at chance .5, trees of 8."""
+    chooser = AdaptiveDraftLen(4, tree_nodes=8, tree_every=5)
+    live = rows(num_rows)
+    for _ in range(200):
+        lengths = chooser.choose(live, can_branch=False)
+        drafts = [Draft((1,) * n, (POINT_MASS,) * n, chances=(0.5,) * n) for n in lengths]
+        kept = chooser.keep(live, drafts)
+        trials = tuple(
+            Trial(row, n, draft, len(part), min(1, len(part)), 2)
+            for row, n, draft, part in zip(live, lengths, drafts, kept)
+        )
+        scored = num_rows + sum(map(len, kept))
+        chooser.observe(RoundCost(1 + 0.1 * scored, 1e-5, scored, True, trials))
+    return chooser, live
+
+
+def branches(chooser: AdaptiveDraftLen, live: Sequence[Row], can_branch: bool = True) -> bool:
     """The choice of one round."""
-    lengths = chooser.choose(rows(num_rows))
-    assert len(set(lengths)) == 1
+    chooser.choose(live, can_branch=can_branch)
     return chooser.branching
 
 
-def known(rate: float = 0.5, fixed: float = 1.0, per_token: float = 0.1) -> AdaptiveDraftLen:
-    """Chains of up to 4, trees of 8, both with a known cost."""
-    chooser = AdaptiveDraftLen(4, decay=0.999, tree_nodes=8, tree_every=5)
-    learn_cost(chooser, fixed, per_token)
-    learn_acceptance(chooser, [rate] * 4)
-    return chooser
-
-
 def test_a_tree_is_tried_first_and_then_now_and_then() -> None:
-    # nothing accepted: 1 token for 1.9 s against a chain's 1.5 for 1.2
-    chooser, tried = known(), []
+    (chooser, live), tried = with_trees(), []
     for _ in range(13):
-        tried.append(branches(chooser))
+        tried.append(branches(chooser, live))
         if tried[-1]:
-            tree_round(chooser, 1, 8, accepted=0)
+            tree_round(chooser, live, 8, accepted=0)
     assert tried == [True, *[False] * 5, True, *[False] * 5, True]
 
 
-@pytest.mark.parametrize(
-    ("accepted", "num_trees"),
-    # fixed 1, .1 a token, a = .5: chains 1.5/1.2 = 1.25, 1.75/1.3 = 1.35, 1.875/1.4 = 1.34,
-    # 1.94/1.5 = 1.29; a tree of 8: (1 + accepted)/1.9, 1.05 for one and 1.58 for two
-    [(1, 2), (2, 12)],
-)
-def test_trees_are_used_while_they_yield_more_tokens_a_second(
-    accepted: int, num_trees: int
-) -> None:
-    chooser = known()
+def test_trees_are_used_while_they_yield_more_than_chains() -> None:
+    chooser, live = with_trees()
     for _ in range(30):
-        tree_round(chooser, 1, 8, accepted)
-    lengths = [chooser.choose(rows(1))[0] for _ in range(12)]
-    assert (lengths.count(8), lengths.count(2)) == (num_trees, 12 - num_trees)
+        tree_round(chooser, live, 8, accepted=4)
+    assert [branches(chooser, live) for _ in range(4)] == [True] * 4
+    for _ in range(60):
+        tree_round(chooser, live, 8, accepted=0)
+    assert sum(branches(chooser, live) for _ in range(12)) <= 2
 
 
-@pytest.mark.parametrize(("num_rows", "pays"), [(1, True), (16, False)])
-def test_the_same_trees_pay_for_stragglers_and_not_for_a_full_batch(
-    num_rows: int, pays: bool
-) -> None:
-    # 16 rows: a tree 3/(1 + .1 * 16 * 9) = .19, plain decoding 1/2.6 = .38
-    chooser = known()
+def test_the_same_trees_do_not_pay_for_a_full_batch() -> None:
+    chooser, live = with_trees(16)
     for _ in range(30):
-        tree_round(chooser, 1, 8, accepted=2)
-    branches(chooser)  # the first is a trial
-    assert [branches(chooser, num_rows) for _ in range(4)] == [pays] * 4
+        tree_round(chooser, live, 8, accepted=2)
+    branches(chooser, live)  # the first is a trial
+    assert [branches(chooser, live) for _ in range(4)] == [False] * 4
 
 
-def test_trees_that_turn_bad_are_dropped_and_tried_again() -> None:
-    chooser = AdaptiveDraftLen(4, decay=0.9, tree_nodes=8, tree_every=5)
-    learn_cost(chooser, 1.0, 0.1)
-    learn_acceptance(chooser, [0.5] * 4)
-    for accepted, pays in ((4, True), (0, False), (4, True)):
-        for _ in range(150):
-            if branches(chooser):
-                tree_round(chooser, 1, 8, accepted)
-        assert sum(branches(chooser) for _ in range(5)) >= 4 * pays
-        assert pays or sum(branches(chooser) for _ in range(12)) <= 2
+def test_trees_are_scored_whole() -> None:
+    chooser, live = with_trees()
+    assert branches(chooser, live)
+    tree = Draft.tree([1, 2, 3], [-1, -1, 0])
+    assert chooser.keep(live, [tree]) == [tree]
 
 
-def test_trees_teach_chains_nothing() -> None:
-    """Accepted paths say nothing about the conditional rates of a chain."""
-    chooser = known()
-    before = [chooser._chain_rate(length, 1) for length in range(5)]
-    for _ in range(50):
-        tree_round(chooser, 1, 8, accepted=4)
-    assert [chooser._chain_rate(length, 1) for length in range(5)] == before
-
-
-def test_nothing_branches_before_a_cost_is_known_or_where_drafts_do_not_pay() -> None:
-    unknown = AdaptiveDraftLen(4, tree_nodes=8)
-    assert not branches(unknown)
-    costly = hopeless()
-    costly._trees.nodes = 8
-    assert not any(branches(costly) for _ in range(4))
-
-
-def test_without_nodes_nothing_branches() -> None:
-    chooser = AdaptiveDraftLen(4)
-    learn_cost(chooser, 1.0, 0.01)
-    learn_acceptance(chooser, [0.9] * 4)
-    assert not any(branches(chooser) for _ in range(60))
+def test_without_nodes_or_a_proposer_that_can_branch_nothing_branches() -> None:
+    chooser, live = with_trees()
+    assert not any(branches(chooser, live, can_branch=False) for _ in range(20))
+    plain = settled(OFFERS["high"])
+    assert not any(branches(plain, live) for _ in range(60))
     assert not FixedDraftLen(3).branching and FixedDraftLen(3, branching=True).branching
 
+
+# ---- in an engine -------------------------------------------------------------------------
 
 TABLE = random_table(3, depth=2, seed=1)
 
@@ -327,13 +352,17 @@ class Clockless(AdaptiveDraftLen):
     """Costs of 1 a round and .01 a token, whatever the machine does."""
 
     def observe(self, round_: RoundCost) -> None:
-        super().observe(replace(round_, seconds=1 + 0.01 * round_.scored_tokens))
+        seconds = 1 + 0.01 * round_.scored_tokens
+        super().observe(replace(round_, seconds=seconds, propose_seconds=1e-5))
 
 
-def generated(proposer: Proposer, temperature: float = 1.0) -> dict[str, tuple[int, ...]]:
+def generated(
+    proposer: Proposer,
+    temperature: float = 1.0,
+    chooser: Callable[[], DraftLen] = lambda: Clockless(3, tree_nodes=9, tree_every=2),
+) -> dict[str, tuple[int, ...]]:
     """Rows of one prompt under chains of up to 3 and trees of 9, of which one round in 3 tries one."""
-    chooser = Clockless(3, tree_nodes=9, tree_every=2)
-    engine = NativeEngine(TablePolicy(TABLE, vocab_size=3), proposer, chooser)
+    engine = NativeEngine(TablePolicy(TABLE, vocab_size=3), proposer, chooser())
     engine.load(TABLE, version=0, digest="table")
     sampling = SamplingParams(temperature=temperature, max_new_tokens=40)
     requests = [request(f"r{i}", (0, 1), sampling, prompt_id="p", sample_index=i) for i in range(6)]
@@ -361,3 +390,30 @@ def test_a_proposer_that_cannot_branch_is_never_asked_for_a_chain_as_long_as_a_t
 
     generated(Asked())
     assert asked and max(asked) <= 3
+
+
+def test_an_engine_scores_what_was_kept_and_says_what_was_offered() -> None:
+    seen: list[RoundCost] = []
+
+    class Halves(FixedDraftLen):
+        def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
+            return [draft.truncated(len(draft) // 2) for draft in drafts]
+
+        def observe(self, round_: RoundCost) -> None:
+            seen.append(round_)
+
+    class Ones(NoProposer):
+        def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
+            return [Draft.of_points([1] * length) for length in max_lens]
+
+    assert generated(Ones(), chooser=lambda: Halves(4)) == generated(NoProposer())
+    trials = [trial for round_ in seen for trial in round_.trials]
+    assert {(trial.asked_len, len(trial.draft), trial.kept_len) for trial in trials} >= {(4, 4, 2)}
+    assert all(trial.kept_len == len(trial.draft) // 2 for trial in trials)
+    scored = sum(round_.scored_tokens for round_ in seen if round_.plain_tokens)
+    assert scored == sum(
+        1 + trial.kept_len
+        for round_ in seen
+        if round_.plain_tokens
+        for trial in round_.trials
+    )
