@@ -11,7 +11,8 @@ reuse the prompt of an earlier run. Contenders alternate: within a repeat and ba
 runs once, the order rotates, and what lives in another process is stopped while it waits. Each engine
 and batch size is warmed up by a short run that is not counted. Speculative rows use the defaults
 (history proposer, adaptive draft length) after 16 recorded rollouts a prompt, and whatever timed runs
-add; no run draws the tokens of another again. vLLM counts with the faster of two ways to start it.
+add; no run draws the tokens of another again. vLLM counts with the faster of two ways to start it; the
+clearly slower one is measured once a batch size.
 
 Before anything is timed the engine has to be right (`bench_exact.py`); else the exit code is 1.
 
@@ -59,7 +60,7 @@ from scripts.bench_ours import (
     OurEngine,
     make_ours,
 )
-from scripts.bench_peers import IDLE_RATE, PeerFailed, has_module, start_peer
+from scripts.bench_peers import IDLE_RATE, VARIANT, PeerFailed, has_module, start_peer
 from scripts.bench_plot import plot
 from scripts.bench_report import LABELS, OVERHEAD_BATCH, Missing, Outcome, table
 from scripts.bench_roofline import measure_roofline
@@ -68,6 +69,8 @@ from scripts.bench_summary import Measured, policy_name, summarise
 FULL = {"batches": "1,4,8,16,32", "repeats": 3, "tokens": 128, "history": 16}
 QUICK = {"batches": "1,4", "repeats": 1, "tokens": 16, "history": 2}
 WARM_UP_TOKENS = 32
+CLEARLY_SLOWER = 0.8
+"""Of two ways to start an engine, below this share of the other's speed."""
 OVERHEAD_PAIRS = 7
 TOPICS = (
     "the tides of the sea", "a bakery in a small town", "how bridges are built", "the planet Mars",
@@ -121,10 +124,11 @@ def alternate(
             taking_part = [n for n, c in contenders.items() if batch <= c.max_rows]
             prompts, run_seed, warm_up_seed = setting.prompts[:batch], next(seed), next(seed)
             for name in rotated(taking_part, repeat + batch_index):
-                if name in measured.failed:
+                if name in measured.failed or outrun(measured, name, batch):
                     continue
                 contender = contenders[name]
-                tell(f"repeat {repeat + 1}/{repeats}, B={batch}: {name}")
+                turn = f"repeat {repeat + 1}/{repeats}, B={batch}: {name}"
+                tell(turn)
                 try:
                     if not repeat:
                         warm_up = min(WARM_UP_TOKENS, setting.num_tokens)
@@ -135,10 +139,23 @@ def alternate(
                     continue
                 rate = batch * setting.num_tokens / seconds
                 measured.tok_s.setdefault(name, {}).setdefault(batch, []).append(rate)
+                tell(f"{turn}: {rate:.1f} tok/s")
                 if isinstance(contender, OurEngine) and contender.last is not None:
                     run = contender.last
                     measured.runs.setdefault(name, {}).setdefault(batch, []).append(run)
     return measured
+
+
+def outrun(measured: Measured, name: str, batch: int) -> bool:
+    """Another way to start the same engine was clearly faster at this batch size: this one need not
+    be measured again."""
+    kind = name.split(VARIANT)[0]
+    first = {
+        other: rates[batch][0]
+        for other, rates in measured.tok_s.items()
+        if other.split(VARIANT)[0] == kind and batch in rates
+    }
+    return name in first and first[name] < CLEARLY_SLOWER * max(first.values())
 
 
 def zero_speculation(

@@ -1,0 +1,137 @@
+"""Full precision at the speed of its quantised weights, in `bench_proposers.py`.
+
+Lossless mode (the quantised weights draft, full precision verifies) and plain full precision run in
+turn on the same prompts and seeds, T=1; prompts are cached before the clock starts. Beside it: what a
+learner would see of the recorded log-probabilities, as k3 = mean(r - 1 - log r) with r the ratio of
+Hugging Face's float32 law to the recorded one, for lossless rollouts and for plain ones.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.engine_spec import EngineSpec, make_engine, pack_folder
+from proposers.none import NoProposer
+from quant.formats import FormatName
+from rollout.draft_len import FixedDraftLen
+from rollout.engine import run_to_end
+from rollout.native_engine import NativeEngine
+from rollout.request import RolloutSample, SpecCounters
+from rollout.sampling import SamplingParams
+from scripts.bench_contenders import Prompts
+from scripts.bench_never_loses import requests_for
+
+FORMATS_TRIED: tuple[FormatName, ...] = ("int8_w8a16", "int8_w8a8")
+
+
+@dataclass(slots=True)
+class LosslessCell:
+    """One batch size and draft format."""
+
+    batch: int
+    format: FormatName
+    plain_s: list[float] = field(default_factory=list)
+    lossless_s: list[float] = field(default_factory=list)
+    counters: SpecCounters = field(default_factory=SpecCounters)
+    k3: float = 0.0
+    k3_plain: float = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Median of the ratios of pairs."""
+        return statistics.median(p / s for p, s in zip(self.plain_s, self.lossless_s))
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "batch": self.batch,
+            "format": self.format,
+            "speedup": self.speedup,
+            "tokens_per_target_step": self.counters.tokens_per_target_step,
+            "acceptance_rate": self.counters.acceptance_rate,
+            "k3": self.k3,
+            "k3_plain": self.k3_plain,
+        }
+
+
+def measure(
+    folder: Path,
+    prompts: Prompts,
+    *,
+    batches: Sequence[int],
+    num_tokens: int,
+    context_len: int,
+    repeats: int,
+    tell: Callable[[str], None],
+) -> list[LosslessCell]:
+    """All cells; the first pair of each warms up and is not counted."""
+    cells = []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    for format_ in FORMATS_TRIED:
+        spec = EngineSpec(
+            str(folder),
+            mode="lossless",
+            format=format_,
+            proposer="self_draft",
+            max_draft_len=32,
+            num_slots=max(batches),
+            context_len=context_len,
+            dtype="float32",
+        )
+        lossless = make_engine(spec)
+        prepared = lossless.prepare(pack_folder(spec))
+        plain_spec = replace(spec, proposer="none")
+        plain = make_engine(
+            plain_spec,
+            policy=lossless.policy,
+            proposer=NoProposer(),
+            draft_len=FixedDraftLen(0),
+        )
+        for batch in batches:
+            cell = LosslessCell(batch, format_)
+            taken: dict[str, list[RolloutSample]] = {"plain": [], "lossless": []}
+            for repeat in range(-1, repeats):
+                tell(f"lossless, {format_}, B={batch}: repeat {repeat + 1}/{repeats}")
+                engines = [("plain", plain), ("lossless", lossless)]
+                for name, engine in engines if repeat % 2 else engines[::-1]:
+                    seconds, samples = _decode(
+                        engine, prepared, prompts[:batch], sampling, seed=2 + repeat
+                    )
+                    if repeat < 0:
+                        continue
+                    (cell.plain_s if name == "plain" else cell.lossless_s).append(seconds)
+                    taken[name] += samples
+            for sample in taken["lossless"]:
+                cell.counters.add(sample.counters)
+            cell.k3, cell.k3_plain = (_k3(model, taken[name]) for name in ("lossless", "plain"))
+            cells.append(cell)
+    return cells
+
+
+def _decode(
+    engine: NativeEngine, prepared: object, prompts: Prompts, sampling: SamplingParams, seed: int
+) -> tuple[float, list[RolloutSample]]:
+    engine.load(prepared, version=seed, digest="bench")
+    run_to_end(engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
+    started = time.perf_counter()
+    samples = run_to_end(engine, requests_for(prompts, sampling, seed))
+    return time.perf_counter() - started, samples
+
+
+@torch.inference_mode()
+def _k3(model: torch.nn.Module, samples: Sequence[RolloutSample]) -> float:
+    """Mean over all tokens of r - 1 - log r, r = the model's law / the recorded one."""
+    terms: list[float] = []
+    for sample in samples:
+        prompt = sample.request.prompt_ids
+        ids = torch.tensor([[*prompt, *sample.token_ids]])
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        law = logits.log_softmax(-1)[torch.arange(len(sample.token_ids)), list(sample.token_ids)]
+        log_ratio = law.double() - torch.tensor(sample.logprobs, dtype=torch.float64)
+        terms += (log_ratio.exp() - 1 - log_ratio).tolist()
+    return statistics.fmean(terms)
