@@ -59,7 +59,7 @@ class EngineSpec:
     """Nodes of the draft trees that compete with chains; 0 drafts chains only."""
     verification: Rule = "block"
     """How sampled drafts are verified; point masses have one rule."""
-    history_max_tokens: int = 200_000
+    history_max_tokens: int = 2_000_000
     num_slots: int = 32
     context_len: int = 1024
     max_cached_tokens: int | None = None
@@ -119,7 +119,7 @@ def make_proposer(spec: EngineSpec, policy: Policy) -> Proposer:
         "ngram": NgramProposer,
         "history": lambda: HistoryProposer(max_tokens=spec.history_max_tokens),
         "history_sampled": lambda: HistoryProposer(
-            draw="counts", max_tokens=spec.history_max_tokens
+            draw="best", max_tokens=spec.history_max_tokens
         ),
         "draft_model": lambda: _draft_model(spec),
         "self_draft": lambda: _self_draft(spec, policy),

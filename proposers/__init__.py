@@ -1,8 +1,18 @@
 """Whoever guesses the next tokens, one file a proposer; `rollout.proposer` is their protocol.
 
-history  what this run's other rollouts of the same prompt went on with
-ngram    what the row itself went on with after the same tokens
-none     no drafts
+draft_model       what a smaller checkpoint of the same vocabulary goes on with
+history           what this run's other rollouts of the same prompt went on with
+history_kernels   looking that up in compiled code
+history_law       the law of the next token, from what followed before
+history_rollouts  the rollouts it is read from, in bounded memory
+history_state     the same as tensors, for checkpoints and other actors
+lockstep          drafting by a model: all rows one token a forward, together
+ngram             what the row itself went on with after the same tokens
+none              no drafts
+self_draft        what the policy's own quantised weights go on with
 """
 
-__all__ = ["history", "ngram", "none"]
+__all__ = [
+    "draft_model", "history", "history_kernels", "history_law", "history_rollouts", "history_state",
+    "lockstep", "ngram", "none", "self_draft",
+]  # fmt: skip

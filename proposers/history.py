@@ -1,65 +1,75 @@
 """Drafts from this run's other rollouts of the same prompt, finished and in flight, across steps.
 
-A prompt's rollouts share a suffix index: where each n-gram of their tokens was followed by more. The
-suffix of a row is matched at the longest length known; the occurrences that match vote on the next
-token, those that disagree with what was drafted are dropped, and so on until the draft is long
-enough or nothing is left. How a vote becomes a draft is `draw`:
+Wherever the last tokens of a row stood before, in an earlier rollout of its prompt, in a sibling or in
+itself, what followed votes on what is next (`proposers.history_law`). `draw` says how a law becomes a
+draft:
 
-- `mode`: the most frequent token, a point mass;
-- `counts`: a token drawn from the frequencies with the row's own fresh randomness, a sparse law. The
-  emitted law is the target's, but which tokens a seed gives then depends on what was recorded.
+- `mode`: the most probable token, a point mass; a seed gives the same tokens whatever is recorded;
+- `counts`: a token drawn from the law with the row's own fresh randomness, a sparse law;
+- `best`: drawn from the law made sharper, but named where one token is nearly certain, which is
+  accepted most often. With the last two the emitted law is the target's and which tokens a seed
+  gives depends on what was recorded.
 
-As a tree (`propose_trees`) every continuation is a branch, the most frequent paths first.
+As a tree (`propose_trees`) every continuation is a branch, the most probable paths first.
 
 Old rollouts have influenced the weights that verify, so treating one as a sample of its old policy
-would be biased. Neither form does: the first is deterministic, the second draws anew from a frozen
-distribution, and verification emits what plain sampling would.
+would be biased. No form does: the first is deterministic, the others draw anew from a frozen
+distribution, and verification emits what plain sampling would. For the same reason a row never draws
+from rollouts that were made with its own noise (an attempt that was aborted, a validation prompt in
+each step): what they hold depends on the very numbers that decide about its drafts.
 
-Memory is bounded in tokens. Whole rollouts are evicted, oldest first, never one in flight; while
-nothing can be evicted, new tokens wait unrecorded. Nothing crosses prompts: the key is the prompt
-itself, its token ids, so a reused prompt id with another prompt starts empty.
+Memory is bounded in tokens (`proposers.history_rollouts`). Nothing crosses prompts, and `salt` names
+the model and tokenizer whose ids these are: what another exported is refused. `export_new` and
+`merge` share rollouts between proposers, `export` and `load` keep them over a restart; all is plain
+tensors. Rows in flight are not part of them: they will be drawn again.
 """
 
-from collections import OrderedDict, defaultdict
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from proposers.history_kernels import CompiledLookUp
+from proposers.history_law import DRAWS, Draw, LookUp, Options, Reader, ReferenceLookUp
+from proposers.history_rollouts import NO_NOISE, Rollout, RolloutStore, prompt_key
+from proposers.history_state import from_tensors, to_tensors
 from rollout.draft import NO_DRAFT, Draft
 from rollout.draft_tree import grow_tree
-from rollout.drafting import Drafting, sparse_law
+from rollout.drafting import Drafting
+from rollout.errors import InvalidConfig, KernelsUnavailable
+from rollout.request import RolloutRequest
 from rollout.row import Row
+from rollout.streams import row_key
 
-MAX_OCCURRENCES = 64
-"""Most recent occurrences of an n-gram that vote on its continuation."""
+LookUpName = Literal["auto", "compiled", "python"]
+Context = tuple[int, ...]
 
-Occurrence = tuple[int, int]  # (sequence serial, position behind the n-gram)
-Ngram = tuple[int, ...]
-Draw = Literal["mode", "counts"]
+LEAST = 0.05
+"""No token is drawn behind a draft that is accepted whole with a smaller chance, by estimate."""
 
-
-@dataclass(slots=True)
-class _Sequence:
-    prompt: Ngram
-    tokens: list[int]
-    """The prompt's last tokens as context, then the rollout's."""
-    num_context: int
-    in_flight: bool = True
-    num_indexed: int = 0
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _PromptIndex:
-    """Occurrences by n-gram, oldest first, over the sequences of one prompt."""
+class _Known:
+    """What is known of a row from its request on."""
 
-    occurrences: defaultdict[Ngram, list[Occurrence]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    num_sequences: int = 0
+    key: bytes
+    noise: int
+    rollout: Rollout | None = None
+    """None until a token of it was observed."""
 
 
 class HistoryProposer:
-    """Longest-suffix match over the run's rollouts of the same prompt."""
+    """Longest-match backoff over the run's rollouts of the same prompt.
+
+    `kernels`: `compiled` (built at first use), `python`, or `auto`, which takes the first where it can
+    be built. The other options are those of `history_law.Options`. Raises InvalidConfig, and
+    KernelsUnavailable for `compiled`.
+    """
 
     def __init__(
         self,
@@ -67,153 +77,166 @@ class HistoryProposer:
         draw: Draw = "mode",
         max_tokens: int = 1_000_000,
         min_match: int = 1,
-        max_match: int = 4,
+        max_match: int = 16,
+        decay: float = 0.95,
+        salt: str = "",
+        kernels: LookUpName = "auto",
     ) -> None:
-        self._draw, self._max_tokens = draw, max_tokens
-        self._lengths = range(max_match, min_match - 1, -1)
-        self._max_match = max_match
-        self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # oldest first
-        self._prompts: dict[Ngram, _PromptIndex] = {}
-        self._num_tokens = 0
-        self._foreign = 0
-        """Serials below zero are rollouts without a row."""
+        if draw not in DRAWS:
+            raise InvalidConfig(f"draw={draw!r}: expected one of {', '.join(DRAWS)}")
+        options = Options(decay=decay, min_match=min_match, max_match=max_match)
+        self._draw, self._salt, self._max_match = draw, salt, max_match
+        self._look_up = make_look_up(kernels, options)
+        self._store = RolloutStore(max_tokens)
+        self._rows: dict[int, _Known] = {}  # by serial
+        self._version = 0
+
+    # ---- drafting -------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
-        return [self._draft(row, max_len) for row, max_len in zip(rows, max_lens, strict=True)]
+        return [
+            self._chain(row, max_len) if max_len else NO_DRAFT
+            for row, max_len in zip(rows, max_lens, strict=True)
+        ]
 
-    def _draft(self, row: Row, max_len: int) -> Draft:
-        drafting = Drafting(row, max_len)
-        occurrences = self._match(row) if max_len else []
-        while drafting.room and (votes := self._votes(occurrences)):
-            if self._draw == "mode":
-                token = next(iter(votes))
-                drafting.point(token)
-            else:
-                token = drafting.sample(sparse_law({t: float(len(o)) for t, o in votes.items()}))
-            occurrences = votes[token]
+    def _chain(self, row: Row, max_len: int) -> Draft:
+        known = self._know(row)
+        if (prompt := self._store.prompt(known.key)) is None:
+            return NO_DRAFT
+        drafting, reader = Drafting(row, max_len), self._reader(known)
+        context, reached = row.token_ids[-self._max_match :], 1.0
+        while drafting.room and reached > LEAST:
+            step = self._look_up.step(prompt, context, reader, self._draw, drafting.room)
+            for token, chance in zip(step.points, step.chances):
+                drafting.point(token, chance)
+            if step.law is None:
+                break
+            token = drafting.sample(step.law, step.chances[-1])
+            context = [*context, *step.points, token]
+            reached *= math.prod(step.chances)
         return drafting.done()
 
     def propose_trees(
         self, rows: Sequence[Row], max_nodes: Sequence[int], max_depths: Sequence[int]
     ) -> list[Draft]:
         return [
-            grow_tree(self._match(row), self._branches, max_nodes=nodes, max_depth=depth)
-            if nodes
-            else NO_DRAFT
+            self._tree(row, nodes, depth) if nodes else NO_DRAFT
             for row, nodes, depth in zip(rows, max_nodes, max_depths, strict=True)
         ]
 
-    def _match(self, row: Row) -> list[Occurrence]:
-        """Occurrences of the longest known suffix that something follows, oldest first."""
-        index = self._prompts.get(row.request.prompt_ids)
-        if index is None:
-            return []
-        for length in self._lengths:
-            suffix = tuple(row.token_ids[-length:])
-            if len(suffix) == length and (found := index.occurrences.get(suffix)):
-                followed = [o for o in found[-MAX_OCCURRENCES:] if self._next_token(o) is not None]
-                if followed:
-                    return followed
-        return []
+    def _tree(self, row: Row, max_nodes: int, max_depth: int) -> Draft:
+        known = self._know(row)
+        if (prompt := self._store.prompt(known.key)) is None:
+            return NO_DRAFT
+        # Named, not drawn, so no noise is left out.
+        reader = Reader(self._version, NO_NOISE, known.rollout)
+        root = tuple(row.token_ids[-self._max_match :])
 
-    def _next_token(self, occurrence: Occurrence) -> int | None:
-        serial, position = occurrence
-        tokens = self._sequences[serial].tokens
-        return tokens[position] if position < len(tokens) else None
+        def continuations(context: Context) -> Iterator[tuple[int, float, Context]]:
+            for token, chance in self._look_up.law(prompt, context, reader):
+                yield token, chance, (*context[1 - self._max_match :], token)
 
-    def _votes(self, occurrences: list[Occurrence]) -> dict[int, list[Occurrence]]:
-        """Next token -> the occurrences behind it; the most frequent first, of equals the most
-        recent."""
-        behind: dict[int, list[Occurrence]] = {}
-        for occurrence in reversed(occurrences):
-            if (token := self._next_token(occurrence)) is not None:
-                behind.setdefault(token, []).append((occurrence[0], occurrence[1] + 1))
-        ranked = sorted(behind.items(), key=lambda item: -len(item[1]))
-        return {token: following[::-1] for token, following in ranked}
+        return grow_tree(root, continuations, max_nodes=max_nodes, max_depth=max_depth)
 
-    def _branches(
-        self, occurrences: list[Occurrence]
-    ) -> Iterator[tuple[int, float, list[Occurrence]]]:
-        votes = self._votes(occurrences)
-        total = sum(map(len, votes.values())) + 1.0  # one more for what was never seen
-        return ((token, len(behind) / total, behind) for token, behind in votes.items())
+    def _reader(self, known: _Known) -> Reader:
+        noise = NO_NOISE if self._draw == "mode" else known.noise
+        return Reader(self._version, noise, known.rollout)
+
+    def _know(self, row: Row) -> _Known:
+        if (known := self._rows.get(row.serial)) is None:
+            request = row.request
+            known = _Known(prompt_key(request.prompt_ids), noise_of(request))
+            self._rows[row.serial] = known
+        return known
+
+    # ---- recording ------------------------------------------------------------------------
 
     def observe(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            sequence = self._sequences.get(row.serial) or self._start(
-                row.serial, row.request.prompt_ids
-            )
-            recorded = len(sequence.tokens) - sequence.num_context
-            new = row.token_ids[row.prompt_len + recorded :]
-            if self._make_room(len(new)):
-                sequence.tokens += new
-                self._num_tokens += len(new)
-                self._index(row.serial, sequence)
-
-    def remember(self, prompt_ids: Ngram, token_ids: Sequence[int]) -> None:
-        """Takes in a finished rollout from elsewhere, such as an earlier part of the run."""
-        self._foreign -= 1
-        sequence = self._start(self._foreign, tuple(prompt_ids))
-        if self._make_room(len(token_ids)):
-            sequence.tokens += token_ids
-            self._num_tokens += len(token_ids)
-            self._index(self._foreign, sequence)
-        sequence.in_flight = False
-
-    def _start(self, serial: int, prompt: Ngram) -> _Sequence:
-        context = list(prompt[-self._max_match :])
-        sequence = _Sequence(prompt, context, len(context), num_indexed=len(context) - 1)
-        self._sequences[serial] = sequence
-        self._prompts.setdefault(prompt, _PromptIndex()).num_sequences += 1
-        return sequence
-
-    def _index(self, serial: int, sequence: _Sequence) -> None:
-        """Records the n-grams that have gained a following token."""
-        occurrences = self._prompts[sequence.prompt].occurrences
-        for end in range(sequence.num_indexed + 1, len(sequence.tokens)):
-            for length in self._lengths:
-                if length <= end:
-                    occurrences[tuple(sequence.tokens[end - length : end])].append((serial, end))
-        sequence.num_indexed = max(sequence.num_indexed, len(sequence.tokens) - 1)
+            known = self._know(row)
+            if known.rollout is None:
+                tail = row.request.prompt_ids[-self._max_match :]
+                known.rollout = self._store.start(known.key, tail, row.serial, known.noise)
+            recorded = len(known.rollout.tokens)
+            if new := row.token_ids[row.prompt_len + recorded :]:
+                chances = map(math.exp, row.logprobs[recorded:])
+                self._store.extend(known.rollout, new, chances, self._version)
 
     def finish(self, row: Row) -> None:
-        if (sequence := self._sequences.get(row.serial)) is not None:
-            sequence.in_flight = False
+        known = self._rows.pop(row.serial, None)
+        if known is not None and known.rollout is not None:
+            self._store.finish(known.rollout)
 
-    def _make_room(self, num_tokens: int) -> bool:
-        """Evicts finished rollouts, oldest first, until `num_tokens` more fit."""
-        while self._num_tokens + num_tokens > self._max_tokens:
-            oldest = next((s for s, seq in self._sequences.items() if not seq.in_flight), None)
-            if oldest is None:
-                return False
-            self._remove(oldest)
-        return True
-
-    def _remove(self, serial: int) -> None:
-        sequence = self._sequences.pop(serial)
-        self._num_tokens -= len(sequence.tokens) - sequence.num_context
-        index = self._prompts[sequence.prompt]
-        index.num_sequences -= 1
-        if not index.num_sequences:
-            del self._prompts[sequence.prompt]
-            return
-        tokens = sequence.tokens
-        for end in range(1, len(tokens)):
-            for length in self._lengths:
-                ngram = tuple(tokens[end - length : end]) if length <= end else ()
-                if ngram in index.occurrences:
-                    kept = [o for o in index.occurrences[ngram] if o[0] != serial]
-                    if kept:
-                        index.occurrences[ngram] = kept
-                    else:
-                        del index.occurrences[ngram]
+    def remember(
+        self,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] = (),
+    ) -> None:
+        """Takes in a finished rollout from elsewhere, such as an earlier part of the run; with the
+        log-probabilities it was sampled with, where they are known."""
+        key, tail = prompt_key(prompt_ids), prompt_ids[-self._max_match :]
+        rollout = self._store.start(key, tail)
+        self._store.extend(rollout, token_ids, map(math.exp, logprobs), self._version)
+        self._store.finish(rollout)
 
     def publish(self, version: int) -> None:
-        pass
+        self._version = version
 
     def gauges(self) -> Mapping[str, float]:
         return {
-            "history/tokens": float(self._num_tokens),
-            "history/sequences": float(len(self._sequences)),
-            "history/prompts": float(len(self._prompts)),
+            "history/tokens": float(self._store.num_tokens),
+            "history/sequences": float(len(self._store)),
+            "history/prompts": float(self._store.num_prompts),
         }
+
+    # ---- sharing --------------------------------------------------------------------------
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """All finished rollouts, oldest first."""
+        return to_tensors([r for r in self._store if not r.in_flight], self._salt)
+
+    def export_new(self) -> dict[str, torch.Tensor]:
+        """The rollouts of rows that finished here since the last call and are still held."""
+        new = [r for r in self._store if r.unshared and not r.in_flight]
+        for rollout in new:
+            rollout.unshared = False
+        return to_tensors(new, self._salt)
+
+    def merge(self, exported: Mapping[str, torch.Tensor]) -> None:
+        """Takes in what another proposer exported, as the newest. Raises InvalidConfig for what has
+        another salt; nothing is taken in then."""
+        for one in from_tensors(exported, self._salt):
+            rollout = self._store.start(one.key, one.tail[-self._max_match :], noise=one.noise)
+            self._store.extend(rollout, one.token_ids, one.chances, one.version)
+            self._store.finish(rollout)
+
+    def load(self, exported: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what `export` gave, before anything else was recorded."""
+        assert not len(self._store), "a history is loaded into an empty proposer; else merge it"
+        self.merge(exported)
+
+
+def make_look_up(kernels: LookUpName, options: Options) -> LookUp:
+    """The compiled look-up or its reference."""
+    if kernels not in ("auto", "compiled", "python"):
+        raise InvalidConfig(f"kernels={kernels!r}: expected auto, compiled or python")
+    if kernels == "python":
+        return ReferenceLookUp(options)
+    try:
+        return CompiledLookUp(options)
+    except KernelsUnavailable as error:
+        if kernels == "compiled":
+            raise
+        logger.warning("%s; the history is looked up in Python instead, slower", error)
+        return ReferenceLookUp(options)
+
+
+def noise_of(request: RolloutRequest) -> int:
+    """What names the uniforms that a request uses; NO_NOISE for one that uses none."""
+    sampling = request.sampling
+    if sampling.greedy:
+        return NO_NOISE
+    seed = request.run_seed if sampling.seed is None else sampling.seed
+    key = row_key(seed, request.prompt_id, request.sample_index)
+    return int.from_bytes(key[:8], "little", signed=True) or 1

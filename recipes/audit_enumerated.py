@@ -238,7 +238,7 @@ PROPOSERS: dict[str, Proposing] = {
     "none": Proposing(NoProposer),
     "ngram": Proposing(lambda: NgramProposer(min_match=1)),
     "history": Proposing(lambda: _primed(HistoryProposer())),
-    "history_sampled": Proposing(lambda: _primed(HistoryProposer(draw="counts")), sampled=True),
+    "history_sampled": Proposing(lambda: _primed(HistoryProposer(draw="best")), sampled=True),
     "history_tree": Proposing(lambda: _primed(HistoryProposer()), branching=True),
     "siblings": Proposing(HistoryProposer),  # a history of the rows in flight alone
     "siblings_sampled": Proposing(lambda: HistoryProposer(draw="counts"), sampled=True),

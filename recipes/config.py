@@ -98,7 +98,7 @@ class DraftConfig:
         "position",
     )
     history_max_tokens: int = option(
-        200_000, "Rollout tokens the history proposer remembers; up to 1 KB of memory a token."
+        2_000_000, "Rollout tokens the history proposer remembers; 9 bytes of memory a token."
     )
 
 

@@ -126,7 +126,7 @@ class Ladder:
         proposer = make_proposer(spec, self._policies[weights])
         if isinstance(proposer, HistoryProposer):
             for sample in self._history:
-                proposer.remember(sample.request.prompt_ids, sample.token_ids)
+                proposer.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
         engine = make_engine(
             spec,
             policy=self._policies[weights],

@@ -2,6 +2,7 @@
 
 The library is plain C behind ctypes, which releases the GIL while it runs. It shares torch's OpenMP
 threads. Where it cannot be built, `find_kernels` says why, and `TransformerPolicy` runs instead.
+`find_library` does the building and caching, for any source file.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ from rollout.errors import KernelsUnavailable
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "csrc"
+SOURCE = Path(__file__).parent / "csrc" / "decoder.cpp"
 FLAGS = (
     "-std=c++20", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC",
     "-fno-math-errno",
@@ -130,6 +131,12 @@ class Kernels:
 @lru_cache(maxsize=1)
 def find_kernels() -> Kernels:
     """Builds or finds the library. Raises KernelsUnavailable with the reason."""
+    return load(*find_library(SOURCE, FLAGS))
+
+
+def find_library(source: Path, flags: Sequence[str]) -> tuple[Path, float]:
+    """The library of a source file, and the seconds that compiling it took, 0 when it was cached.
+    What lies beside the file belongs to it. Raises KernelsUnavailable with the reason."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise KernelsUnavailable(
             f"compiled kernels run on Linux on x86-64, this is {platform.system()} on "
@@ -139,24 +146,26 @@ def find_kernels() -> Kernels:
     if compiler is None:
         raise KernelsUnavailable("compiled kernels need g++, which is not on the path")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = caches / "exact-rollout" / "kernels" / f"{_key(compiler)}.so"
+    path = caches / "exact-rollout" / "kernels" / f"{_key(compiler, source, flags)}.so"
     started = time.monotonic()
-    built = build(compiler, path)
-    return load(path, time.monotonic() - started if built else 0.0)
+    built = build(compiler, path, flags, source)
+    return path, time.monotonic() - started if built else 0.0
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, source: Path | None = None, flags: Sequence[str] | None = None) -> str:
     """Of what decides the machine code: sources, flags, compiler, processor."""
     sha = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        sha.update(source.name.encode() + source.read_bytes())
+    for file in sorted((source or SOURCE).parent.iterdir()):
+        sha.update(file.name.encode() + file.read_bytes())
     info = Path("/proc/cpuinfo").read_text().splitlines()
     lines = [line for line in info if line.startswith(("flags", "model name"))]
-    sha.update("\n".join((compiler, *FLAGS, *lines[:2])).encode())
+    sha.update("\n".join((compiler, *(flags or FLAGS), *lines[:2])).encode())
     return sha.hexdigest()[:16]
 
 
-def build(compiler: str, path: Path, flags: Sequence[str] = FLAGS) -> bool:
+def build(
+    compiler: str, path: Path, flags: Sequence[str] = FLAGS, source: Path | None = None
+) -> bool:
     """Compiles unless it was done before; one process at a time, the others wait for it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +173,7 @@ def build(compiler: str, path: Path, flags: Sequence[str] = FLAGS) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
                 return False
-            _compile(compiler, path, flags)
+            _compile(compiler, path, flags, source or SOURCE)
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         why = next((line for line in said if "error" in line), said[-1] if said else "")
@@ -172,11 +181,11 @@ def build(compiler: str, path: Path, flags: Sequence[str] = FLAGS) -> bool:
     return True
 
 
-def _compile(compiler: str, path: Path, flags: Sequence[str]) -> None:
+def _compile(compiler: str, path: Path, flags: Sequence[str], source: Path) -> None:
     """Under another name first, so that a library is whole or not there."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *flags, str(SOURCES / "decoder.cpp"), "-o", str(made)]
+        command = [compiler, *flags, str(source), "-o", str(made)]
         logger.info("compiling CPU kernels, once: %s", " ".join(command))
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
         os.replace(made, path)

@@ -17,7 +17,9 @@ nothing. Weights and the sums within a block are float32 (relative error 2e-7, w
 every cell), what is summed over blocks float64.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ from rollout.conditions import Condition
 from rollout.errors import InvalidLogits
 from rollout.sampling import SamplingParams
 
+FEW = 64
+"""Weights that plain Python adds up faster than numpy."""
 BLOCK = 256
 """Tokens a block sum covers; about the square root of common vocabulary sizes."""
 SMALLEST_TEMPERATURE = 1e-30
@@ -34,6 +38,11 @@ SMALLEST_TEMPERATURE = 1e-30
 
 def pick_from(weights: torch.Tensor, uniform: float) -> int:
     """Inverse-CDF draw from unnormalised weights [n] with a uniform in [0, 1)."""
+    if weights.shape[0] <= FEW:  # the same sums, without the overhead of arrays
+        values = weights.tolist()
+        sums = list(accumulate(values))
+        index = bisect_right(sums, uniform * sums[-1])
+        return index if index < len(sums) else max(i for i, value in enumerate(values) if value)
     cumulative = np.cumsum(weights.detach().cpu().numpy().astype(np.float64))
     index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
     if index == len(cumulative):  # uniform * total rounded up to the total

@@ -5,8 +5,8 @@ once for all rows that share it: by the oldest of them, or not at all while a sl
 others fork it. Long prompts are run in chunks beside the rows that decode (Sarathi-Serve,
 arXiv:2403.02310), so that a decoding row never waits for more than a round's budget.
 
-Where the cache cannot hold what a round needs, what ended rows left behind goes first, then drafts, then
-the rows admitted last: they wait again, ahead of the others, with all they have emitted, and run it once
+Where the cache cannot hold what a round needs, what ended rows left goes first, then drafts, then the
+rows admitted last: they wait again, ahead of the others, with all they have emitted, and run it once
 more when they return. The oldest row is never taken out, so every round makes progress; and as what is
 free then is what the older rows grow into, nobody is admitted until one of them has left. All this is
 settled before anything is drafted: nobody has looked at a token that is dropped.

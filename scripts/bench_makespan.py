@@ -113,7 +113,7 @@ def measure(
     tell(f"recording {EARLIER} samples of each of {NUM_PROMPTS} prompts")
     plain.load(prepared, version=0, digest="bench")
     for sample in run_to_end(plain, requests(0, EARLIER)):
-        history.remember(sample.request.prompt_ids, sample.token_ids)
+        history.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
     made = Makespan()
     for repeat in range(-1, repeats):
         tell(f"makespan: step {repeat + 1}/{repeats}")

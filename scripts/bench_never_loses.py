@@ -134,7 +134,7 @@ def ways(loaded: LoadedPolicy, acceptance: str, earlier: Sequence[RolloutSample]
     def remembering() -> Proposer:
         proposer = Contrary() if acceptance == "adversarial" else HistoryProposer()
         for sample in earlier:
-            proposer.remember(sample.request.prompt_ids, sample.token_ids)
+            proposer.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
         return proposer
 
     lens: dict[str, DraftLen] = {

@@ -166,7 +166,7 @@ class OurEngine:
         proposer = self.engine.proposer
         assert isinstance(proposer, HistoryProposer), "only the history proposer remembers"
         for sample in samples:
-            proposer.remember(sample.request.prompt_ids, sample.token_ids)
+            proposer.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
 
     def close(self) -> None:
         pass

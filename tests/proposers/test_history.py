@@ -1,5 +1,6 @@
 """Drafts from other rollouts of the same prompt, in bounded memory."""
 
+import itertools
 import tracemalloc
 from collections.abc import Sequence
 
@@ -16,6 +17,8 @@ from rollout.table_policy import random_table
 from tests.rollout.engines import request, run, table_engine
 
 PROMPT = (1, 2, 3)
+SAMPLES = itertools.count()
+"""Every row is a sample of its own."""
 
 
 def row(
@@ -24,9 +27,8 @@ def row(
     name: str = "r",
     draws: Draws | None = None,
 ) -> Row:
-    made = Row(
-        request(name, prompt, prompt_id="same"), draws or SeededDraws(0, "p", 0), context_len=4096
-    )
+    asked = request(name, prompt, prompt_id="same", sample_index=next(SAMPLES))
+    made = Row(asked, draws or SeededDraws(0, "p", 0), context_len=4096)
     made.token_ids += generated
     return made
 
@@ -126,7 +128,7 @@ def test_proposing_and_observing_never_write_to_a_row() -> None:
     proposer, one = HistoryProposer(), row([10, 11, 10])
     before = list(one.token_ids)
     proposer.observe([one])
-    assert draft(proposer, one) == (11, 10)
+    assert draft(proposer, one, 3) == (11, 10, 11)
     proposer.finish(one)
     assert one.token_ids == before and one.counters.drafted == 0
 
@@ -195,7 +197,7 @@ def test_a_law_stays_as_it_was_when_more_is_observed() -> None:
     finished(proposer, row([20, 60]))
     finished(proposer, row([20, 60]))
     assert laws(made) == before
-    assert laws(proposer.propose([row()], [1])[0]) == [{20: 0.6, 10: 0.4}]
+    assert laws(proposer.propose([row()], [1])[0]) == [pytest.approx({20: 0.6, 10: 0.4})]
 
 
 @pytest.mark.parametrize(("max_len", "length"), [(0, 0), (1, 1), (2, 2), (9, 2)])
@@ -203,6 +205,19 @@ def test_drawn_drafts_keep_to_the_length_asked_for(max_len: int, length: int) ->
     proposer = told("counts", [[10, 11]])
     assert len(proposer.propose([row()], [max_len])[0]) == length
     assert proposer.propose([row([77])], [4]) == [NO_DRAFT]
+
+
+def test_a_draft_that_will_hardly_be_reached_ends() -> None:
+    """Tokens of 1 to 3 at random: every next one is open."""
+    generator = torch.Generator().manual_seed(0)
+    throws = torch.randint(1, 4, (6, 500), generator=generator).tolist()
+    proposer = HistoryProposer(draw="counts", max_match=2)  # else it soon follows one of them
+    for one in throws:
+        finished(proposer, row(one))
+    made = proposer.propose([row(throws[0][:3])], [20])[0]
+    assert made.chances is not None and 1 < len(made) < 20
+    reached = torch.tensor(made.chances).cumprod(0)
+    assert float(reached[-1]) <= 0.05 and all(reached[:-1] > 0.05)
 
 
 # ---- trees --------------------------------------------------------------------------------

@@ -833,7 +833,10 @@ def test_every_proposer_leaves_the_joint_law_of_two_rows_alone(
             COINS, 2, PROPOSERS[name](), verification,
             draft_len=2, num_slots=2 if at_once else 1, draws_for=draws_for,
         ),
-        [request(n, prompt, s, prompt_id="p") for n, s in zip("ab", samplings)],
+        [
+            request(n, prompt, s, prompt_id="p", sample_index=i)
+            for i, (n, s) in enumerate(zip("ab", samplings))
+        ],
     )  # fmt: skip
     alone = [plain_law(COINS, prompt, sampling, 2) for sampling in samplings]
     assert total_variation(law, product(*alone)) < TOLERANCE

@@ -412,8 +412,5 @@ def test_an_engine_scores_what_was_kept_and_says_what_was_offered() -> None:
     assert all(trial.kept_len == len(trial.draft) // 2 for trial in trials)
     scored = sum(round_.scored_tokens for round_ in seen if round_.plain_tokens)
     assert scored == sum(
-        1 + trial.kept_len
-        for round_ in seen
-        if round_.plain_tokens
-        for trial in round_.trials
+        1 + trial.kept_len for round_ in seen if round_.plain_tokens for trial in round_.trials
     )

@@ -271,7 +271,10 @@ def joint_law(make: Make, samplings: Sequence[SamplingParams], draft_len: int, *
             compile_grammar=grammar_named("words", words, V, stop_ids=(STOP,)),
             **how,
         )
-        requests = [request(str(i), sampling=s, prompt_id="p") for i, s in enumerate(samplings)]
+        requests = [
+            request(str(i), sampling=s, prompt_id="p", sample_index=i)
+            for i, s in enumerate(samplings)
+        ]
         samples = run(engine, requests)
         return tuple(samples[r.id].token_ids for r in requests)
 

@@ -10,7 +10,7 @@ import torch
 import rollout.law
 from rollout.conditions import Condition, Conditions
 from rollout.errors import InvalidLogits
-from rollout.law import BLOCK, TargetLaws, pick_from
+from rollout.law import BLOCK, FEW, TargetLaws, pick_from
 from rollout.sampling import SamplingParams
 from tests.rollout.engines import edited_logits, filtered
 
@@ -366,3 +366,14 @@ def test_logits_are_not_written_to() -> None:
 def test_bfloat16_logits_make_a_float32_law() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0], dtype=torch.bfloat16)
     assert torch.equal(law(logits).probs(0), law(logits.float()).probs(0))
+
+
+@pytest.mark.parametrize("size", [1, 2, 31, FEW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_few_weights_are_drawn_from_as_many_are(size: int, dtype: torch.dtype) -> None:
+    """Weights of 0 behind them change nothing but the code that adds them up."""
+    generator = torch.Generator().manual_seed(size)
+    weights = torch.rand(size, generator=generator, dtype=dtype) * (torch.arange(size) % 3 < 2)
+    padded = torch.cat([weights, weights.new_zeros(FEW + 1)])
+    for uniform in [0.0, 1.0, *torch.rand(200, generator=generator).tolist()]:
+        assert pick_from(weights, uniform) == pick_from(padded, uniform)

@@ -136,7 +136,9 @@ def test_preempted_rows_emit_what_they_do_without_a_cap(name: str, cap: int, bud
     assert preemptions(short) > 0 and preemptions(plenty) == 0
     lengths = {r: sample.counters.emitted for r, sample in emitted.items()}
     assert lengths == {r: len(sample.token_ids) for r, sample in expected.items()}
-    if name != "mixed":  # whose drafts are drawn: without room for one, another token comes of a seed
+    if (
+        name != "mixed"
+    ):  # whose drafts are drawn: without room for one, another token comes of a seed
         assert tokens(emitted) == tokens(expected)
 
 
