@@ -17,9 +17,10 @@ clearly slower one is measured once a batch size.
 Before anything is timed the engine has to be right (`bench_exact.py`); else the exit code is 1.
 
 Beside the speeds: the roofline of a step from bandwidth and arithmetic measured in the same run
-(`bench_roofline.py`), time shares, memory, and the targets with what bounds those that are not met.
-What is not installed is named with its install line. Not measured: long contexts, serving with
-arrivals, GPUs, acceptance in a training run (the recorded rollouts are of the very weights that run).
+(`bench_roofline.py`), time shares, memory, the time to start (`bench_startup.py`), and the targets with
+what bounds those that are not met. What is not installed is named with its install line. Not measured:
+long contexts, serving with arrivals, GPUs, acceptance in a training run (the recorded rollouts are of
+the very weights that run).
 """
 
 import argparse
@@ -64,6 +65,7 @@ from scripts.bench_peers import IDLE_RATE, VARIANT, PeerFailed, has_module, star
 from scripts.bench_plot import plot
 from scripts.bench_report import LABELS, OVERHEAD_BATCH, Missing, Outcome, table
 from scripts.bench_roofline import measure_roofline
+from scripts.bench_startup import startup_seconds
 from scripts.bench_summary import Measured, policy_name, summarise
 
 FULL = {"batches": "1,4,8,16,32", "repeats": 3, "tokens": 128, "history": 16}
@@ -272,6 +274,8 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None], stack: ExitS
         vllm_python=python_with("vllm", arguments.vllm_python),
         llama_python=python_with("llama_cpp", arguments.llama_python),
     )
+    tell("starting new processes, to time it")
+    startup = startup_seconds(folder)
     ours = make_ours(
         [name for name in arguments.engines if name in OURS],
         folder,
@@ -303,7 +307,7 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None], stack: ExitS
         pairs = zero_speculation(quantised[0], setting, num_pairs, tell)
     settings = {name: getattr(arguments, name) for name in ("repeats", "history", "quick")}
     return summarise(
-        settings, setting, ours, contenders, roofline, checked, measured, pairs, missing
+        settings, setting, ours, contenders, roofline, checked, measured, pairs, missing, startup
     )
 
 
@@ -346,6 +350,10 @@ def heading(outcome: Outcome) -> str:
             f"checked {one['name']}: greedy with drafts {equal}; log-probabilities within "
             f"{one['logprob_error']:.2g} nats on average (tolerance {one['tolerance']:.2g})"
         )
+    first, again = (outcome.about["startup_s"][name] for name in ("compiling", "cached"))
+    lines.append(
+        f"a new process has its first token after {first:.0f} s, {again:.0f} s once compiled"
+    )
     for name, by_batch in outcome.about["best_variants"].items():
         ways = ", ".join(f"B={batch} {variant}" for batch, variant in by_batch.items())
         lines.append(f"{LABELS[name]} was fastest at {ways}")

@@ -156,6 +156,7 @@ def summarise(
     measured: Measured,
     pairs: Sequence[tuple[float, float]],
     missing: Sequence[Missing],
+    startup_s: Mapping[str, float],
 ) -> Outcome:
     """Everything, in one place."""
     peers = [c for c in contenders.values() if isinstance(c, PeerProcess)]
@@ -190,6 +191,7 @@ def summarise(
             },
             "kernels": {name: engine.loaded.weights.kernels() for name, engine in ours.items()},
             "checked": [asdict(one) for one in checked],
+            "startup_s": dict(startup_s),
             "best_variants": variants,
             "idle_cpu_rate": {peer.name: peer.idle_cpu_rate for peer in peers},
         },
