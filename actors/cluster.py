@@ -6,7 +6,7 @@ version, so that a replaced actor gets it also when the learner is gone.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from actors.member import first_line
 from actors.metrics import ClusterSnapshot, Publication
 from actors.ray_session import start_ray
 from actors.rollout_actor import ActorInfo
-from actors.weights import WeightPublisher
+from actors.weights import WeightPublisher, as_tensor, to_arrays
 from rollout.errors import FleetDead, RolloutError, RolloutTimeout
 from rollout.request import RolloutRequest, RolloutSample
 from rollout.sampling import SamplingParams
@@ -117,7 +117,25 @@ class RolloutCluster:
 
     @property
     def _publish_limit_s(self) -> float:
-        return self.config.start_timeout_s + self.config.publish_timeout_s + CONTROL_TIMEOUT_S
+        calls = 3 * self.config.publish_timeout_s  # commit, tell what is new, take it in
+        return self.config.start_timeout_s + calls + CONTROL_TIMEOUT_S
+
+    # ---- what proposers remember ----------------------------------------------------------
+
+    def history(self) -> dict[str, torch.Tensor] | None:
+        """What the actors' proposers remember, for `load_history`; None where none remembers.
+        Raises RolloutTimeout also when a publish holds it up."""
+        boxed = self._ask(self._controller.history.remote())
+        if not boxed:
+            return None
+        return {name: as_tensor(array) for name, array in self._ask(boxed[0]).items()}
+
+    def load_history(self, history: Mapping[str, torch.Tensor]) -> None:
+        """Goes on from what `history` gave, after the first publish and before the first submit;
+        nothing where no proposer remembers. Raises InvalidConfig for that of another model."""
+        arrays, _ = to_arrays(history)
+        call = self._controller.load_history.remote([ray.put(arrays)])
+        self._ask(call, self.config.publish_timeout_s + CONTROL_TIMEOUT_S)
 
     # ---- state ----------------------------------------------------------------------------
 

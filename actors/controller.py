@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.config import ClusterConfig
 from actors.group_queue import GroupQueue, RolloutGroup
+from actors.history_exchange import HistoryExchange
 from actors.member import Assigned, Member, first_line
 from actors.metrics import PHASES, ClusterSnapshot, Publication
 from actors.rollout_actor import ActorInfo, Begun, Committed
@@ -33,6 +34,8 @@ from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
 COLLECT_S = 0.5
 """How long a collect call waits in the actor for a first sample."""
 POLL_S = 0.1
+PROPOSER_GAUGES = ("draft", "history", "ngram", "draft_model", "self_draft")
+"""First part of the gauges that snapshots carry."""
 PREFETCH = 1.5
 """Requests a member holds at most, in units of its slots."""
 
@@ -89,6 +92,7 @@ class Controller:
         )
         self._ledger = Ledger()
         self._members: dict[str, Member] = {}
+        self._histories = HistoryExchange(self._on_all, config.publish_timeout_s)
         self._to_send: deque[RolloutRequest] = deque()
         self._restored: dict[str, RolloutSample] = {}
         self._retries: Counter[str] = Counter()
@@ -103,6 +107,7 @@ class Controller:
         self._restarts = self._started = 0
         self._departed_counters = SpecCounters()
         self._departed_phases: Counter[str] = Counter()
+        self._departed_drafts: Counter[str] = Counter()
         self._first_submit: float | None = None
         self._elapsed_before_s = 0.0
         self._finished = Counter[str]()
@@ -142,7 +147,8 @@ class Controller:
         return member
 
     def _await_up(self, member: Member) -> None:
-        """Waits for a member, brings it to the current version and lets it serve."""
+        """Waits for a member, brings it to the current version and to what the others were told of each
+        other's rollouts, and lets it serve."""
         member.info = member.ask(member.handle.info.remote(), self._config.start_timeout_s)
         with self._publishing:
             begun: Begun | None = None
@@ -151,6 +157,7 @@ class Controller:
                 begin = member.handle.begin.remote(self._update.weights, limit)
                 begun = member.ask(begin, limit)
                 committed = member.ask(self._commit_call(member), limit)
+                self._histories.introduce(member, self._serving())
             with self._changed:
                 member.serving = True
                 if begun is not None and self._published_version() != begun.version:
@@ -246,7 +253,8 @@ class Controller:
 
     def commit(self, version: int, reference: np.ndarray, started: float) -> Publication:
         """Second half: all members swap between two rounds. One that dies or stalls is fenced off
-        and replaced; when it was the last, the call waits for its replacement."""
+        and replaced; when it was the last, the call waits for its replacement. Then members tell each
+        other what their proposers learned."""
         with self._publishing:
             self._check()
             if self._begun is None or self._begun.version != version:
@@ -262,6 +270,7 @@ class Controller:
             if swapped:
                 with self._changed:
                     self._put_in_force(begun.answers, swapped)
+            self._histories.share(self._serving())
         return self._await_version(version)
 
     def _commit_call(self, member: Member) -> Any:
@@ -331,12 +340,27 @@ class Controller:
                 raise InvalidWeights(f"{member.name} refused the update: {error}") from error
         return answers
 
+    def history(self) -> list[Any]:
+        """A boxed reference of what the members' proposers remember, as arrays, rows in flight left
+        out; an empty box where none remembers anything."""
+        with self._publishing:
+            self._check()
+            reference = self._histories.collect(self._serving())
+        return [] if reference is None else [reference]
+
+    def load_history(self, boxed_arrays: Sequence[Any]) -> None:
+        """Has the members' proposers remember what an earlier part of the run did. Raises
+        InvalidConfig for the history of another model."""
+        with self._publishing:
+            self._check()
+            self._histories.load(self._serving(), boxed_arrays[0])
+
     def snapshot(self) -> ClusterSnapshot:
         """Lifetime sums, right now."""
         with self._changed:
             counters, phases = SpecCounters(), Counter(self._departed_phases)
             counters.add(self._departed_counters)
-            gauges: Counter[str] = Counter()
+            gauges = Counter(self._departed_drafts)
             for member in self._members.values():
                 counters.add(member.counters)
                 phases.update(_phases(member.gauges))
@@ -360,7 +384,7 @@ class Controller:
                 gauges={
                     name: value
                     for name, value in gauges.items()
-                    if name.partition("/")[0] in ("draft", "history", "ngram")
+                    if name.partition("/")[0] in PROPOSER_GAUGES
                 },
                 explanations={m.name: m.explanation for m in self._members.values()},
             )
@@ -458,7 +482,7 @@ class Controller:
             if by_policy or self._retries[id_] < self._config.max_retries:
                 self._retries[id_] += not by_policy
                 self._ledger.retried(id_)
-                self._to_send.append(sample.request)
+                self._to_send.append(_again(sample.request))
             else:
                 self._queue.fail(sample)
 
@@ -553,6 +577,7 @@ class Controller:
             member.serving = False
             self._departed_counters.add(member.counters)
             self._departed_phases.update(_phases(member.gauges))
+            self._departed_drafts.update(_drafts(member.gauges))
             self._reissue([assigned.request for assigned in member.assigned.values()])
             self._restarts += 1
             self._last_loss = f"{member.name}: {reason}"
@@ -571,7 +596,7 @@ class Controller:
         """Sends requests of a lost member again, first in line; one that was lost too often with
         its actor is failed, since it may be the cause."""
         self._lost.update(request.id for request in requests)
-        again = [r for r in requests if self._lost[r.id] <= self._config.max_reissues]
+        again = [_again(r) for r in requests if self._lost[r.id] <= self._config.max_reissues]
         self._to_send.extendleft(reversed(again))
         for request in requests:
             if self._lost[request.id] > self._config.max_reissues:
@@ -585,6 +610,10 @@ class Controller:
             self._await_up(member)
         except (ActorFailed, RolloutTimeout, InvalidWeights) as error:
             self._fence(member, str(error))
+
+
+def _again(request: RolloutRequest) -> RolloutRequest:
+    return replace(request, attempt=request.attempt + 1)
 
 
 def _lost_sample(request: RolloutRequest, times: int) -> RolloutSample:
@@ -603,6 +632,11 @@ def tokenise_probe(config: ClusterConfig) -> list[list[int]]:
         return [[(7 + 13 * i) % vocab_size for i in range(24)]]
     tokenizer = read_tokenizer(folder)
     return [tokenizer.encode(text, add_special_tokens=False) for text in config.probe_texts]
+
+
+def _drafts(gauges: dict[str, float]) -> dict[str, float]:
+    """Sums over rounds, which stay true of the cluster when the actor is gone."""
+    return {name: value for name, value in gauges.items() if name.startswith("draft/")}
 
 
 def _phases(gauges: dict[str, float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
+from proposers.history_law import Draw
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
 from proposers.self_draft import SelfDraftProposer
@@ -32,7 +33,7 @@ from rollout.scheduler import MAX_ROUND_TOKENS
 from rollout.stop_text import Decode
 from rollout.transformer_policy import TransformerPolicy, default_dtype
 from rollout.verify import Rule
-from rollout.vocabulary import check_same_vocabulary
+from rollout.vocabulary import check_same_vocabulary, token_table_digest
 
 ProposerName = Literal["none", "ngram", "history", "history_sampled", "draft_model", "self_draft"]
 KernelsName = Literal["auto", "compiled", "torch"]
@@ -117,14 +118,26 @@ def make_proposer(spec: EngineSpec, policy: Policy) -> Proposer:
     makers: dict[str, Callable[[], Proposer]] = {
         "none": NoProposer,
         "ngram": NgramProposer,
-        "history": lambda: HistoryProposer(max_tokens=spec.history_max_tokens),
-        "history_sampled": lambda: HistoryProposer(
-            draw="best", max_tokens=spec.history_max_tokens
-        ),
+        "history": lambda: _history(spec, "mode"),
+        "history_sampled": lambda: _history(spec, "best"),
         "draft_model": lambda: _draft_model(spec),
         "self_draft": lambda: _self_draft(spec, policy),
     }
     return makers[spec.proposer]()
+
+
+def _history(spec: EngineSpec, draw: Draw) -> HistoryProposer:
+    salt = history_salt(Path(spec.model_folder))
+    return HistoryProposer(draw=draw, max_tokens=spec.history_max_tokens, salt=salt)
+
+
+@lru_cache(maxsize=4)
+def history_salt(folder: Path) -> str:
+    """Names the model whose rollouts a history holds: its architecture, its size, and the digest of
+    its tokens where the folder has a tokenizer."""
+    config, tokenizer = read_config(folder), find_tokenizer(folder)
+    size = f"{config.architecture} {config.num_layers}x{config.hidden_size}"
+    return size if tokenizer is None else f"{size} {token_table_digest(tokenizer)}"
 
 
 def _self_draft(spec: EngineSpec, policy: Policy) -> SelfDraftProposer:

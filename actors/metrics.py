@@ -143,7 +143,7 @@ def spec_row(before: SpecCounters, now: SpecCounters) -> dict[str, float]:
     _ratio(row, "spec/acceptance_rate", accepted, verified)
     _ratio(row, "spec/tokens_per_target_step", now.emitted - before.emitted, rounds)
     _ratio(row, "spec/accepted_len_mean", accepted, drafted_rounds)
-    _ratio(row, "spec/draft_len_mean", now.drafted - before.drafted, rounds)
+    _ratio(row, "spec/draft_len_mean", verified, rounds)
     _ratio(row, "spec/expected_acceptance", expected, foretold)
     _ratio(row, "spec/observed_minus_expected", observed - expected, foretold)
     for depth, count in enumerate(now.reached):
@@ -162,7 +162,7 @@ def spec_row(before: SpecCounters, now: SpecCounters) -> dict[str, float]:
 
 def draft_row(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
     """What the draft lengths of the interval's rounds rested on (`rollout.draft_len`); empty where
-    lengths are fixed, and for an interval in which an actor was lost."""
+    lengths are fixed."""
 
     def since(name: str) -> float:
         return now.get(f"draft/{name}", 0.0) - before.get(f"draft/{name}", 0.0)

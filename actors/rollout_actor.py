@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -12,12 +12,17 @@ import torch
 
 from actors.engine_loop import EngineLoop, LoopReport
 from actors.engine_spec import EngineSpec, make_engine, make_policy
-from actors.weights import WeightUpdate
+from actors.weights import WeightUpdate, as_tensor, to_arrays
 from quant.drift import Drift, measure_drift
 from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidWeights
 from rollout.probe import DriftProbe
+from rollout.proposer import Remembering
 from rollout.request import RolloutRequest
+
+HistoryPart = Literal["all", "new", "told"]
+"""The exports of `rollout.proposer.Remembering`: everything, what was learned here since it was last
+asked for, or the rest of everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,8 @@ class ActorInfo:
     pid: int
     threads: int
     limits: EngineLimits
+    remembers: bool
+    """Its proposer has a memory that can be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,13 @@ class RolloutActor:
             make_policy(spec, num_slots=len(probe_ids), context_len=max(map(len, probe_ids))),
             probe_ids,
         )
-        self._info = ActorInfo(name, os.getpid(), torch.get_num_threads(), self._engine.limits)
+        self._info = ActorInfo(
+            name,
+            os.getpid(),
+            torch.get_num_threads(),
+            self._engine.limits,
+            remembers=self._engine.memory is not None,
+        )
 
     def info(self) -> ActorInfo:
         return self._info
@@ -113,6 +126,32 @@ class RolloutActor:
     def abandon(self, version: int) -> None:
         """Forgets a prepared update."""
         self._prepared.pop(version, None)
+
+    def export_history(
+        self, part: HistoryPart, timeout_s: float
+    ) -> tuple[int, dict[str, np.ndarray]]:
+        """What the proposer remembers, as its size in bytes and the arrays, which leave this process
+        by the object store: whoever asked need not hold them."""
+        memory = self._memory()
+        export = {"all": memory.export, "new": memory.export_new, "told": memory.export_told}[part]
+        arrays, _ = to_arrays(self._loop.call(export, timeout_s))
+        return sum(array.nbytes for array in arrays.values()), arrays
+
+    def merge_history(self, timeout_s: float, *exported: Mapping[str, np.ndarray]) -> None:
+        """Takes in what others exported, between two rounds. Raises InvalidConfig for the history of
+        another model."""
+        memory = self._memory()
+
+        def merge() -> None:
+            for arrays in exported:
+                memory.merge({name: as_tensor(array) for name, array in arrays.items()})
+
+        self._loop.call(merge, timeout_s)
+
+    def _memory(self) -> Remembering:
+        memory = self._engine.memory
+        assert memory is not None, f"{self._info.name} remembers nothing; see ActorInfo.remembers"
+        return memory
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._loop.submit(requests)

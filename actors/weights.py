@@ -34,9 +34,7 @@ class WeightUpdate:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The packed tensors, sharing the arrays' memory. Raises InvalidWeights when their digest
         is not the update's."""
-        tensors = {
-            name: _as_tensor(array, self.dtypes[name]) for name, array in self.arrays.items()
-        }
+        tensors = {name: as_tensor(array, self.dtypes[name]) for name, array in self.arrays.items()}
         if (got := digest(tensors)) != self.digest:
             raise InvalidWeights(
                 f"version {self.version} arrived with digest {got}, sent as {self.digest}"
@@ -53,7 +51,8 @@ def to_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, np.ndarray
     return arrays, {name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()}
 
 
-def _as_tensor(array: np.ndarray, dtype: str) -> torch.Tensor:
+def as_tensor(array: np.ndarray, dtype: str | None = None) -> torch.Tensor:
+    """A tensor over an array's memory, of the array's own dtype unless that stood for another."""
     with warnings.catch_warnings():  # store memory is read-only; nothing here writes to it
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         tensor = torch.from_numpy(array)

@@ -14,14 +14,17 @@ As a tree (`propose_trees`) every continuation is a branch, the most probable pa
 
 Old rollouts have influenced the weights that verify, so treating one as a sample of its old policy
 would be biased. No form does: the first is deterministic, the others draw anew from a frozen
-distribution, and verification emits what plain sampling would. For the same reason a row never draws
-from rollouts that were made with its own noise (an attempt that was aborted, a validation prompt in
-each step): what they hold depends on the very numbers that decide about its drafts.
+distribution, and verification emits what plain sampling would. For the same reason a row never reads
+rollouts that were made with its own noise (an attempt that was aborted, a validation prompt in each
+step): what they hold depends on the very numbers that decide about its drafts. Draws from them would be
+biased; named tokens would not, but would be accepted more often than foretold, which is how the watch
+(`rollout.watch`) tells an engine that is not exact.
 
 Memory is bounded in tokens (`proposers.history_rollouts`). Nothing crosses prompts, and `salt` names
 the model and tokenizer whose ids these are: what another exported is refused. `export_new` and
-`merge` share rollouts between proposers, `export` and `load` keep them over a restart; all is plain
-tensors. Rows in flight are not part of them: they will be drawn again.
+`merge` share rollouts between proposers, `export_told` brings a new one to where the others stand,
+`export` and `load` keep them over a restart; all is plain tensors. Rows in flight are not part of them:
+they will be drawn again.
 """
 
 import logging
@@ -128,8 +131,7 @@ class HistoryProposer:
         known = self._know(row)
         if (prompt := self._store.prompt(known.key)) is None:
             return NO_DRAFT
-        # Named, not drawn, so no noise is left out.
-        reader = Reader(self._version, NO_NOISE, known.rollout)
+        reader = self._reader(known)
         root = tuple(row.token_ids[-self._max_match :])
 
         def continuations(context: Context) -> Iterator[tuple[int, float, Context]]:
@@ -139,8 +141,7 @@ class HistoryProposer:
         return grow_tree(root, continuations, max_nodes=max_nodes, max_depth=max_depth)
 
     def _reader(self, known: _Known) -> Reader:
-        noise = NO_NOISE if self._draw == "mode" else known.noise
-        return Reader(self._version, noise, known.rollout)
+        return Reader(self._version, known.noise, known.rollout)
 
     def _know(self, row: Row) -> _Known:
         if (known := self._rows.get(row.serial)) is None:
@@ -202,6 +203,10 @@ class HistoryProposer:
         for rollout in new:
             rollout.unshared = False
         return to_tensors(new, self._salt)
+
+    def export_told(self) -> dict[str, torch.Tensor]:
+        """The rollouts that `export_new` has handed out and those that came from elsewhere."""
+        return to_tensors([r for r in self._store if not (r.unshared or r.in_flight)], self._salt)
 
     def merge(self, exported: Mapping[str, torch.Tensor]) -> None:
         """Takes in what another proposer exported, as the newest. Raises InvalidConfig for what has

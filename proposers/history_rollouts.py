@@ -24,6 +24,10 @@ NO_NOISE = 0
 """Drawn with noise that no row will use: another run's, or none."""
 
 
+LEAST_CHANCE = 1e-30
+"""What was sampled was possible, also where its logarithm rounds to the probability 0."""
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """One sample, finished or in flight."""
@@ -43,7 +47,7 @@ class Rollout:
     def extend(self, token_ids: Iterable[int], chances: Iterable[float], version: int) -> None:
         """Appends tokens and the probabilities they were sampled with, as far as these are known."""
         self.tokens.extend(token_ids)
-        self.chances.extend(chances)
+        self.chances.extend(min(max(chance, LEAST_CHANCE), 1.0) for chance in chances)
         self.chances.extend([math.nan] * (len(self.tokens) - len(self.chances)))
         assert len(self.tokens) == len(self.chances), "more probabilities than tokens"
         self.version = version
@@ -121,9 +125,6 @@ class RolloutStore:
     @property
     def num_prompts(self) -> int:
         return len(self._prompts)
-
-    def get(self, serial: int) -> Rollout | None:
-        return self._rollouts.get(serial)
 
     def prompt(self, key: bytes) -> PromptRollouts | None:
         return self._prompts.get(key)

@@ -98,7 +98,8 @@ class DraftConfig:
         "position",
     )
     history_max_tokens: int = option(
-        2_000_000, "Rollout tokens the history proposer remembers; 9 bytes of memory a token."
+        2_000_000,
+        "Rollout tokens the history proposer remembers; about 10 bytes of memory a token.",
     )
 
 
@@ -211,7 +212,7 @@ class RunConfig:
     proposer: str = option(
         "auto",
         "Where drafts come from: nowhere, the row itself, this run's rollouts of the prompt (their "
-        "most frequent continuation, or one drawn from the frequencies), a smaller model, the "
+        "most probable continuation, or one drawn from what followed), a smaller model, the "
         "policy's own quantised weights. auto is self_draft in mode=lossless, else history.",
         "auto",
         "none",

@@ -2,6 +2,7 @@
 
 acceptance          how likely drafted tokens are to be accepted
 admission           whether a request can be served at all
+asking              whether asking the proposer is worth its seconds
 checkpoint          a Hugging Face checkpoint folder: config, weights, tokenizer
 compiled_policy     the decoder on compiled kernels, with a paged cache
 compiled_weights    weights in the layout of the compiled kernels
@@ -32,6 +33,7 @@ policy              the protocol of a model with cache slots
 probe               a fixed batch of tokens that every published model is compared on
 proposer            the protocol of whoever drafts
 request             what goes into an engine and what comes out
+round_cost          what one round did and took
 row                 a sequence in flight
 sampling            sampling parameters and the meaning of their edge values
 scheduler           who runs what in a round, and room in the cache for it
@@ -53,6 +55,7 @@ watch               exactness watched in production
 __all__ = [
     "acceptance",
     "admission",
+    "asking",
     "checkpoint",
     "compiled_policy",
     "compiled_weights",
@@ -83,6 +86,7 @@ __all__ = [
     "probe",
     "proposer",
     "request",
+    "round_cost",
     "row",
     "sampling",
     "scheduler",

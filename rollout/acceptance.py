@@ -79,6 +79,8 @@ class Acceptance:
     ) -> None:
         """One round: estimates [B, n] and, as 0 and 1, where the verification got to [B, n] and what
         it accepted there [B, n]."""
+        if not reached.any():
+            return
         expected = (self.rates(chances) * reached).sum(-1)
         got = (accepted * reached).sum(-1)
         cells = _cells(chances)

@@ -17,7 +17,9 @@ is 0.
 
 Nothing here looks at a token to decide about it: lengths are chosen before anything is drafted, and
 the price that cuts is fixed before as well, so whether a token is scored depends on those before it and
-on an estimate made before it was drawn. That is a stopping time, for which verification is exact.
+on an estimate made before it was drawn. That is a stopping time, for which verification is exact. What
+was learnt from a request must not choose the lengths of drawn drafts when the same request is sent
+again with the same uniforms: the engine drops those (`RolloutRequest.attempt`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,65 +29,18 @@ from typing import Protocol
 import numpy as np
 
 from rollout.acceptance import Acceptance
+from rollout.asking import Asking, Probes
 from rollout.draft import Draft, PointMass
 from rollout.draft_price import DraftPrice
+from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from rollout.step_cost import HOPE, StepCost
 from rollout.tree_yield import TreeYield
 
-CHEAP = 0.02
-"""Share of a plain step that asking every row may take for a proposer to be asked always."""
+CHAINS_PAY = 1.01
+"""Speedup of chains by what was offered lately, above which trees are thought of."""
 NUM_PRICES = 24
 """Prices that are compared where lengths are planned."""
-IDLE = 0.004
-"""Share of a plain step that asking takes while it does not pay."""
-SMOOTH = 0.1
-"""Weight of the last round in running means."""
-MOST_PATIENT = 4
-"""Doublings of the time between probes that find nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One row's draft in one round."""
-
-    row: Row
-    asked_len: int
-    draft: Draft
-    """As it was proposed."""
-    kept_len: int
-    """Of its first tokens, how many were scored."""
-    accepted_len: int
-    next_token: int | None
-    """Emitted behind the accepted tokens; None where the row failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundCost:
-    """What one round did and took."""
-
-    seconds: float
-    """All but proposing."""
-    propose_seconds: float
-    scored_tokens: int
-    """Tokens run through the target, prompts and re-prefills included."""
-    plain_tokens: bool
-    """No prompt or re-prefill was in the round, so its time says what decoding costs."""
-    trials: tuple[Trial, ...]
-    branched: bool = False
-    """The drafts were trees."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.trials)
-
-    @property
-    def asked_len(self) -> int:
-        return max((trial.asked_len for trial in self.trials), default=0)
-
-    @property
-    def proposed_len(self) -> int:
-        return max((len(trial.draft) for trial in self.trials), default=0)
 
 
 class DraftLen(Protocol):
@@ -151,7 +106,7 @@ class Choice:
     plain_s: float = 0.0
     """Predicted seconds of the round without drafts."""
     price: float = 0.0
-    """Chance at which a drafted token is worth scoring."""
+    """Chance at which a drafted token is worth its cost, its drafting included where that is dear."""
     asked: int = 0
     """Rows asked for a draft."""
     offered: int = 0
@@ -160,7 +115,7 @@ class Choice:
     expected: float = 0.0
     """Tokens of those kept that will be accepted."""
     speedup: float = 1.0
-    """Expected rate over that of plain decoding."""
+    """Expected rate of what was kept over that of plain decoding, proposing left out."""
     why: str = "no cost was measured yet"
 
     def __str__(self) -> str:
@@ -172,46 +127,13 @@ class Choice:
         )
 
 
-@dataclass(slots=True)
-class _Running:
-    """A running mean."""
-
-    value: float = 0.0
-    known: bool = False
-
-    def add(self, value: float) -> None:
-        self.value += (value - self.value) * (SMOOTH if self.known else 1.0)
-        self.known = True
-
-
-@dataclass(slots=True)
-class _Probes:
-    """When to try again what does not pay: after `every` rounds, then twice that, and so on."""
-
-    every: int
-    waited: int = 0
-    patience: int = 0
-    turn: int = 0
-    """Whose turn it is to be tried."""
-
-    def due(self) -> bool:
-        self.waited += 1
-        if self.waited <= self.every << self.patience:
-            return False
-        self.waited, self.patience = 0, min(self.patience + 1, MOST_PATIENT)
-        self.turn += 1
-        return True
-
-    def found(self) -> None:
-        self.waited = self.patience = 0
-
-
 class AdaptiveDraftLen:
     """The lengths that maximise expected emitted tokens a second.
 
-    After `probe_every` rounds in which nothing was scored, one row's draft of `probe_len` tokens is
-    scored whatever its chances. `tree_nodes` > 0 lets trees of that size compete with chains; one is
-    tried after every `tree_every` rounds with drafts.
+    After `probe_every` rounds in which nothing was scored, and ever more rarely while that finds
+    nothing, one row's draft of `probe_len` tokens is scored whatever its chances. `tree_nodes` > 0 lets
+    trees of that size compete with chains; one is tried after every `tree_every` rounds in which chains
+    pay.
     """
 
     def __init__(
@@ -224,34 +146,23 @@ class AdaptiveDraftLen:
         tree_every: int = 24,
     ) -> None:
         self.max_len, self._probe_len = max_len, min(probe_len, max_len)
-        self._acceptance = Acceptance()
-        self._cost = StepCost()
-        self._draft_step = StepCost()
-        """Seconds of one drafted token a row, by rows."""
-        self._ask_s = _Running()
-        """Seconds of asking one row."""
-        self._earned, self._paid = _Running(), _Running()
-        """Seconds a round saved by what was kept, and spent on asking."""
-        self._price = DraftPrice()
+        self._acceptance, self._cost, self._price = Acceptance(), StepCost(), DraftPrice()
+        self._asking, self._probes = Asking(), Probes(probe_every)
+        self._trees = TreeYield(tree_nodes, tree_every)
+        self._branching = False
         self._cut = 1.0
-        """Price of scoring a token that is drafted already, in this round."""
-        self._probes = _Probes(probe_every)
+        """Chance at which a token is worth scoring once it is drafted, in this round."""
+        self._best_speedup = 1.0
+        """Of the best chains over plain decoding, by what was offered lately."""
+        self._asked: set[int] = set()
+        """Serials of the rows asked in this round."""
         self._probed: int | None = None
-        """Serial of the row whose draft is scored uncut in this round."""
+        """Serial of the row whose draft is scored whatever its chances."""
         self._worth: dict[int, float] = {}
         """What a token of a row counts, by serial; 1 for the others."""
-        self._credit, self._turn = 0.0, 0
-        """Rows that may be asked though asking does not pay, and whose turn it is."""
-        self._trees = TreeYield(tree_nodes, tree_every, decay=0.9)
-        self._branching = False
         self.last = Choice()
-        self._sums = dict.fromkeys(
-            (
-                f"draft/{name}"
-                for name in ("rounds", "plain", "price", "speedup", "offered", "kept")
-            ),
-            0.0,
-        )
+        names = ("rounds", "plain", "price", "speedup", "offered", "kept")
+        self._sums = {f"draft/{name}": 0.0 for name in names}
 
     @property
     def branching(self) -> bool:
@@ -262,41 +173,43 @@ class AdaptiveDraftLen:
     def choose(
         self, rows: Sequence[Row], *, can_branch: bool = True, draining: bool = False
     ) -> list[int]:
-        num_rows, self._branching, self._probed = len(rows), False, None
-        self._worth = straggler_weights(rows) if draining else {}
+        num_rows, quiet = len(rows), not self.last.kept
+        self._branching, self._probed, self._asked = False, None, set()
         self.last = Choice(num_rows)
         if not rows or not self.max_len or not self._cost.known:
             return [0] * num_rows
+        self._worth = straggler_weights(rows) if draining else {}
         self.last.plain_s = float(self._cost.seconds(num_rows))
-        self._cut, self.last.speedup = self._price.price(num_rows, self._cost)
+        self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
         self.last.price = self._cut
-        if can_branch and self._tree_pays(num_rows):
+        if (
+            can_branch
+            and self._trees.nodes
+            and self._best_speedup > CHAINS_PAY
+            and self._tree_pays()
+        ):
             self._branching = True
-            self.last.why = "trees"
-            return [self._trees.nodes] * num_rows
-        lengths = self._offers(num_rows) if self._cheap(num_rows) else self._planned(rows)
-        if not any(lengths) and self._probes.due():
-            index = self._probes.turn % num_rows
-            self._probed = rows[index].serial
-            lengths[index] = self._probe_len
-            self.last.why = "a probe"
-        self.last.asked = sum(length > 0 for length in lengths)
+            self.last.why, lengths = "trees", [self._trees.nodes] * num_rows
+        else:
+            cheap = self._asking.cheap(num_rows, self.last.plain_s)
+            lengths = self._offers(num_rows) if cheap else self._planned(rows)
+            if quiet and self._probes.due():
+                self._probe(rows, lengths)
+        self._asked = {row.serial for row, length in zip(rows, lengths) if length}
+        self.last.asked = len(self._asked)
         return lengths
 
-    def _cheap(self, num_rows: int) -> bool:
-        return self._ask_s.value * num_rows <= CHEAP * self.last.plain_s
+    def _tree_pays(self) -> bool:
+        chain_rate = self._best_speedup / self.last.plain_s
+        return self._trees.pays(self.last.num_rows, self._cost, chain_rate)
 
     def _offers(self, num_rows: int) -> list[int]:
         """Full length for every row, or for a few in turn while asking costs more than it earns."""
-        if self._earned.value >= self._paid.value:
-            self.last.why = "proposing is cheap and pays"
+        if self._asking.pays:
+            self.last.why = "proposing is cheap"
             return [self.max_len] * num_rows
-        self._credit += IDLE * self.last.plain_s / max(self._ask_s.value, 1e-9)
-        few = min(int(self._credit), num_rows)
-        self._credit = min(self._credit - few, 1.0)
-        self.last.why = f"proposing does not pay: {few} rows in turn"
-        turns = {(self._turn + i) % num_rows for i in range(few)}
-        self._turn += few
+        turns = self._asking.turns(num_rows, self.last.plain_s)
+        self.last.why = f"proposing does not pay: {len(turns)} rows in turn"
         return [self.max_len if row in turns else 0 for row in range(num_rows)]
 
     def _planned(self, rows: Sequence[Row]) -> list[int]:
@@ -308,42 +221,50 @@ class AdaptiveDraftLen:
         prices = np.quantile(value, np.linspace(0.0, 1.0, NUM_PRICES))
         worth = value >= prices[:, None, None]  # [P, B, n]
         drafting = worth.sum(1)  # [P, n] rows that draft so deep
-        step_s = self._draft_step.hoped(np.maximum(drafting, 1)) * (drafting > 0)
+        step_s = self._asking.draft_step.hoped(np.maximum(drafting, 1)) * (drafting > 0)
         seconds = self._cost.hoped(num_rows + drafting.cumsum(1)) + step_s.cumsum(1)
         gains = (value * worth).sum(1).cumsum(1)
         rates = (num_rows + gains) / seconds  # [P, n] of drafting up to each depth
         best, depth = np.unravel_index(int(rates.argmax()), rates.shape)
-        speedup = float(rates[best, depth] * self._cost.hoped(num_rows)) / num_rows
+        self._best_speedup = float(rates[best, depth] * self._cost.hoped(num_rows)) / num_rows
         self.last.why = f"drafting costs {1e3 * step_s[best].max():.1f} ms a token"
-        if speedup <= 1.0:
-            self.last.price, self.last.speedup = 1.0, 1.0
+        if self._best_speedup <= 1.0:
+            self.last.price = 1.0
             return [0] * num_rows
-        self.last.price, self.last.speedup = float(prices[best]), speedup
+        self.last.price = float(prices[best])
         return [int(length) for length in worth[best, :, : depth + 1].sum(1)]
 
-    def _tree_pays(self, num_rows: int) -> bool:
-        if not self._trees.nodes:
-            return False
-        return self._trees.pays(num_rows, self._cost, self.last.speedup / self.last.plain_s)
+    def _probe(self, rows: Sequence[Row], lengths: list[int]) -> None:
+        """Picks the row to be tried, one that is asked anyway if there is any."""
+        asked = [index for index, length in enumerate(lengths) if length] or range(len(rows))
+        index = asked[self._probes.turn % len(asked)]
+        self._probed = rows[index].serial
+        lengths[index] = max(lengths[index], self._probe_len)
+        self.last.why = "a probe"
 
     # ---- before scoring -------------------------------------------------------------------
 
     def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
-        offered = sum(map(len, drafts))
-        self.last.offered = self.last.kept = offered
-        if self._branching or not offered or not self._cost.known:
+        self.last.offered = self.last.kept = sum(map(len, drafts))
+        if not rows or self._branching or not self._asked:
             return list(drafts)
         chances, drafted = _chances(drafts)
         chain = self._chain(rows, chances)  # [B, n]
         value = self._weights(rows) * chain
+        self._price.offered(value[drafted], sum(row.serial in self._asked for row in rows))
         worth = (value >= self._cut) & drafted
-        self._price.offered(value[drafted], self.last.asked)
         for index, row in enumerate(rows):
             if row.serial == self._probed:
-                worth[index] = drafted[index]
+                worth[index, : self._probe_len] = drafted[index, : self._probe_len]
         lengths = worth.sum(1)
-        self.last.kept, self.last.expected = int(lengths.sum()), float(chain[worth].sum())
+        self._expect(len(rows), int(lengths.sum()), float(chain[worth].sum()))
         return [draft.truncated(int(n)) for draft, n in zip(drafts, lengths, strict=True)]
+
+    def _expect(self, num_rows: int, kept: int, accepted: float) -> None:
+        """Notes what is kept and what it promises."""
+        plain_s, seconds = self._cost.seconds(np.array([num_rows, num_rows + kept]))
+        self.last.kept, self.last.expected = kept, accepted
+        self.last.speedup = float((num_rows + accepted) / num_rows * plain_s / seconds)
 
     def _weights(self, rows: Sequence[Row]) -> np.ndarray:
         """[B, 1] what a token of each row counts."""
@@ -364,19 +285,14 @@ class AdaptiveDraftLen:
             self._cost.add(round_.scored_tokens, round_.seconds)
         if self.last.plain_s:
             self._note()
-        asked = sum(trial.asked_len > 0 for trial in round_.trials)
-        if not asked:
+        if not round_.asked:
             return
         if round_.branched:
-            drafted = sum(len(trial.draft) for trial in round_.trials)
-            accepted = sum(trial.accepted_len for trial in round_.trials)
-            self._trees.observe(round_.num_rows, drafted, accepted)
+            self._trees.observe(round_.num_rows, round_.num_drafted, round_.num_accepted)
             return
-        self._ask_s.add(round_.propose_seconds / asked)
-        if steps := round_.proposed_len:
-            at_once = sum(len(trial.draft) for trial in round_.trials) / steps
-            self._draft_step.add(at_once, round_.propose_seconds / steps)
-        self._count_earnings(round_)
+        self._asking.observe(round_, self._cost)
+        if round_.num_accepted:
+            self._probes.found()
         self._learn(round_.trials)
 
     def _note(self) -> None:
@@ -386,17 +302,6 @@ class AdaptiveDraftLen:
             ("speedup", last.speedup), ("offered", last.offered), ("kept", last.kept),
         ):  # fmt: skip
             self._sums[f"draft/{name}"] += value
-
-    def _count_earnings(self, round_: RoundCost) -> None:
-        """What the kept drafts saved against plain steps for the same tokens, by predicted costs."""
-        num_rows = round_.num_rows
-        kept = sum(trial.kept_len for trial in round_.trials)
-        accepted = sum(trial.accepted_len for trial in round_.trials)
-        plain_s, drafting_s = self._cost.seconds(np.array([num_rows, num_rows + kept]))
-        self._earned.add(float(plain_s * (num_rows + accepted) / num_rows - drafting_s))
-        self._paid.add(round_.propose_seconds)
-        if accepted:
-            self._probes.found()
 
     def _learn(self, trials: Sequence[Trial]) -> None:
         known = [trial for trial in trials if len(trial.draft) and trial.next_token is not None]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from rollout.proposer import Remembering
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 
 InFlight = Literal["interrupt", "finish", "abort"]
@@ -64,6 +65,11 @@ class Engine(Protocol):
 
     @property
     def num_unfinished(self) -> int: ...
+
+    @property
+    def memory(self) -> Remembering | None:
+        """What its proposer remembers, to be used between rounds; None for one that forgets."""
+        ...
 
     def counters(self) -> SpecCounters:
         """Speculation counts of everything emitted so far."""

@@ -16,15 +16,16 @@ import torch
 
 from rollout.admission import check_request
 from rollout.conditions import Condition, checked_mask
-from rollout.draft import NO_DRAFT, Draft, check_draft
-from rollout.draft_len import DraftLen, RoundCost, Trial
+from rollout.draft import NO_DRAFT, Draft, PointMass, check_draft
+from rollout.draft_len import DraftLen
 from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
 from rollout.grammar import CompileGrammar, MaskProvider
 from rollout.law import TargetLaws
 from rollout.policy import Policy, Window
-from rollout.proposer import Proposer, TreeProposer
+from rollout.proposer import Proposer, Remembering, TreeProposer
 from rollout.request import Mode, RolloutRequest, RolloutSample, SpecCounters
+from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.scheduler import MAX_ROUND_TOKENS, Scheduler, slot_of
@@ -111,6 +112,10 @@ class NativeEngine:
     def num_unfinished(self) -> int:
         scheduler = self._scheduler
         return len(scheduler.waiting) + len(scheduler.live) + len(self._ended)
+
+    @property
+    def memory(self) -> Remembering | None:
+        return self.proposer if isinstance(self.proposer, Remembering) else None
 
     def check(self, requests: Sequence[RolloutRequest]) -> None:
         """Raises InvalidRequest for the first request that cannot be served."""
@@ -241,6 +246,8 @@ class NativeEngine:
         drafts = []
         for row, draft, max_len in zip(rows, proposed, max_lens, strict=True):
             draft = _until_stop(draft.truncated(max_len), row)
+            if row.request.attempt:
+                draft = _named(draft)
             try:
                 draft = check_draft(draft, self.policy.vocab_size)
             except InvalidDraft as error:
@@ -409,6 +416,13 @@ def _until_stop(draft: Draft, row: Row) -> Draft:
         if draft.parents is None and token in stop_ids:
             return draft.truncated(depth + 1)
     return draft
+
+
+def _named(draft: Draft) -> Draft:
+    """The tokens before the first that was drawn: under those a seed gives what it gives without
+    drafts, whatever decided about their number."""
+    drawn = (depth for depth, law in enumerate(draft.laws) if not isinstance(law, PointMass))
+    return draft.truncated(next(drawn, len(draft)))
 
 
 def _trials(

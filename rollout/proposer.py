@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
+
 from rollout.draft import Draft
 from rollout.row import Row
 
@@ -43,4 +45,26 @@ class TreeProposer(Proposer, Protocol):
         self, rows: Sequence[Row], max_nodes: Sequence[int], max_depths: Sequence[int]
     ) -> list[Draft]:
         """One tree of point masses a row, of at most that many tokens and levels."""
+        ...
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A proposer whose memory can be told to others of the same model, as plain tensors. Nothing of
+    rows in flight is told."""
+
+    def export(self) -> dict[str, torch.Tensor]:
+        """Everything it remembers."""
+        ...
+
+    def export_new(self) -> dict[str, torch.Tensor]:
+        """What it learned itself since the last call: all others are told now."""
+        ...
+
+    def export_told(self) -> dict[str, torch.Tensor]:
+        """Everything but what `export_new` will hand out: where all others stand."""
+        ...
+
+    def merge(self, exported: Mapping[str, torch.Tensor]) -> None:
+        """Takes in what another exported. Raises InvalidConfig for that of another model."""
         ...

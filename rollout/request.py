@@ -27,6 +27,9 @@ class RolloutRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     run_seed: int = 0
+    attempt: int = 0
+    """How often it was sent before. A request that is sent again uses the same uniforms, and what was
+    learnt from the first attempt may choose how much is drafted: drawn drafts are left out then."""
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class SpecCounters:
     rounds: int = 0
     """Target forwards this row took part in."""
     drafted: int = 0
+    """Draft tokens proposed, those that were then not worth scoring included."""
     verified: int = 0
     accepted: int = 0
     corrections: int = 0
@@ -163,6 +167,7 @@ class RolloutSample:
             prompt_ids=tuple(row["prompt_ids"]),
             sampling=SamplingParams.from_json(row["sampling"]),
             run_seed=row["run_seed"],
+            attempt=row["attempt"],
         )
         return RolloutSample(
             request=request,

@@ -11,8 +11,8 @@ and an entry that was never near a timing follows its neighbours, a little above
 
 import numpy as np
 
-KNOTS = 2.0 ** np.arange(14)
-"""1 to 8,192 tokens."""
+KNOTS = 2.0 ** np.arange(18)
+"""1 to 131,072 tokens."""
 FREE_SLOPE = 0.02
 """Before it was tried each further token is believed to add this share of a one-token step: too little
 rather than too much, since only what seems to pay is ever tried."""

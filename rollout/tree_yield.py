@@ -2,35 +2,32 @@
 
 from rollout.step_cost import StepCost
 
+FORGET = 0.9
+"""Weight that earlier trees keep after the next."""
+
 
 class TreeYield:
     """What trees of one size have yielded, with forgetting."""
 
-    def __init__(self, nodes: int, every: int, decay: float) -> None:
-        self.nodes, self._every, self._decay = nodes, every, decay
+    def __init__(self, nodes: int, every: int) -> None:
+        self.nodes, self._every = nodes, every
         self._rows = self._emitted = self._scored = 0.0
-        self._rounds_without = every  # the first round that drafts tries one
+        self._rounds_without = every  # the first round in which chains pay tries one
 
     def pays(self, num_rows: int, cost: StepCost, chain_rate: float) -> bool:
         """A tree has a better rate than chains, in emitted tokens a row and second, or it is time to
         try one."""
         self._rounds_without += 1
-        if self._rounds_without > self._every:
-            tried = True
-        elif self._rows:
+        use = self._rounds_without > self._every
+        if not use and self._rows:
             scored = num_rows * self._scored / self._rows
-            tried = self._emitted / self._rows / float(cost.seconds(scored)) > chain_rate
-        else:
-            tried = False
-        if tried:
+            use = self._emitted / self._rows / float(cost.seconds(scored)) > chain_rate
+        if use:
             self._rounds_without = 0
-        return tried
+        return use
 
     def observe(self, num_rows: int, drafted: int, accepted: int) -> None:
         """A round of trees: tokens drafted and accepted over all of its rows."""
-        for name, value in (
-            ("_rows", num_rows),
-            ("_emitted", num_rows + accepted),
-            ("_scored", num_rows + drafted),
-        ):
-            setattr(self, name, self._decay * getattr(self, name) + value)
+        self._rows = FORGET * self._rows + num_rows
+        self._emitted = FORGET * self._emitted + num_rows + accepted
+        self._scored = FORGET * self._scored + num_rows + drafted

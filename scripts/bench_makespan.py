@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -26,10 +26,12 @@ from recipes.run_folder import Checkpoint
 from rollout.checkpoint import read_config, read_tokenizer
 from rollout.draft_len import AdaptiveDraftLen, FixedDraftLen
 from rollout.engine import run_to_end
+from rollout.native_engine import NativeEngine
 from rollout.packing import pack
 from rollout.policy import Policy
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
+from scripts.bench_never_loses import check_same
 
 STEPS = 20
 NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 8, 4, 256
@@ -97,17 +99,13 @@ def measure(
 
     history = HistoryProposer()
     plain = make_engine(spec, policy=policy, proposer=NoProposer(), draft_len=FixedDraftLen(0))
-    drafting = make_engine(
-        replace(spec), policy=policy, proposer=history, draft_len=AdaptiveDraftLen(8)
-    )
+    drafting = make_engine(spec, policy=policy, proposer=history, draft_len=AdaptiveDraftLen(8))
 
-    def step(engine: object, first: int) -> tuple[float, list[RolloutSample]]:
-        assert engine in (plain, drafting)
-        chosen = plain if engine is plain else drafting
-        chosen.load(prepared, version=first, digest="bench")
+    def step(engine: NativeEngine, first: int) -> tuple[float, list[RolloutSample]]:
+        engine.load(prepared, version=first, digest="bench")
         asked = requests(first, NUM_SAMPLES)
         started = time.perf_counter()
-        samples = run_to_end(chosen, asked)
+        samples = run_to_end(engine, asked)
         return time.perf_counter() - started, samples
 
     tell(f"recording {EARLIER} samples of each of {NUM_PROMPTS} prompts")
@@ -120,6 +118,7 @@ def measure(
         first = EARLIER + NUM_SAMPLES * (repeat + 1)
         order = (plain, drafting) if repeat % 2 else (drafting, plain)
         took = {engine is plain: step(engine, first) for engine in order}
+        check_same(took[True][1], took[False][1], f"step {repeat + 1}")
         if repeat < 0:
             continue
         made.plain_s.append(took[True][0])

@@ -26,6 +26,7 @@ from rollout.request import RolloutRequest, RolloutSample
 from rollout.row import Row
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts
+from scripts.bench_exact import Inexact
 from scripts.bench_ours import LoadedPolicy
 
 ADAPTIVE, PLAIN = "adaptive", "plain"
@@ -160,7 +161,8 @@ def measure(
     repeats: int,
     tell: Callable[[str], None],
 ) -> list[Cell]:
-    """All cells; the adaptive length, which learns, has one run before that is not counted."""
+    """All cells; each way has one run before that is not counted. Raises Inexact where a way emits
+    other tokens than plain decoding, which drafts that name tokens never do."""
     cells = []
     recorded: dict[float, list[RolloutSample]] = {}
     for acceptance, temperature in TEMPERATURES.items():
@@ -175,12 +177,12 @@ def measure(
             for repeat in range(-1, repeats):
                 tell(f"B={batch}, {acceptance} acceptance: repeat {repeat + 1}/{repeats}")
                 turn = repeat % len(contenders)
+                taken: dict[str, list[RolloutSample]] = {}
                 for way in (*contenders[turn:], *contenders[:turn]):
-                    if repeat < 0 and way.name != ADAPTIVE:
-                        continue
                     seconds, samples = way.decode(
                         loaded, prompts[:batch], sampling, seed=1 + len(contenders) + repeat
                     )
+                    taken[way.name] = samples
                     if repeat < 0:
                         continue
                     emitted = sum(len(sample.token_ids) for sample in samples)
@@ -188,5 +190,14 @@ def measure(
                     if way.name == ADAPTIVE:
                         cell.accepted += sum(s.counters.accepted for s in samples)
                         cell.verified += sum(s.counters.verified for s in samples)
+                for name, samples in taken.items():
+                    check_same(taken[PLAIN], samples, f"{name} at B={batch}, {acceptance}")
             cells.append(cell)
     return cells
+
+
+def check_same(plain: list[RolloutSample], drafted: list[RolloutSample], where: str) -> None:
+    """Raises Inexact unless drafts that name tokens left what a seed gives alone."""
+    pairs = zip(plain, drafted, strict=True)
+    if wrong := [one.request.id for one, other in pairs if one.token_ids != other.token_ids]:
+        raise Inexact(f"{where}: {len(wrong)} of {len(plain)} samples differ from plain decoding's")

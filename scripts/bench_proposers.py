@@ -5,8 +5,8 @@
         [--tokens 48] [--repeats 2] [--quant int8_w8a16] [--out bench] [--quick] [--json]
 
 Regime: SmolLM2-135M, T=1 unless said, default kernels; all ways to draft alternate on the same prompts
-and seeds within one run, ratios are medians of ratios within a repeat. The parts, each described in its
-module:
+and seeds within one run, ratios are medians of ratios within a repeat. Where drafts name tokens every
+run has to emit plain decoding's tokens, else the exit code is 1. The parts, described in their modules:
 
     never_loses  batch sizes x {high, low, adversarial} acceptance: the adaptive length against plain
                  decoding and against the best fixed length of the cell (`bench_never_loses.py`)
@@ -41,6 +41,7 @@ from recipes.passport import machine, project_state, versions
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_tokenizer
 from scripts.bench_engine import make_prompts, make_tell
+from scripts.bench_exact import Inexact
 from scripts.bench_lossless import LosslessCell
 from scripts.bench_lossless import measure as measure_lossless
 from scripts.bench_makespan import MAX_TOKENS, NUM_PROMPTS, NUM_SAMPLES, Makespan, train
@@ -197,7 +198,10 @@ def run(arguments: argparse.Namespace) -> Results:
 
 def main() -> None:
     arguments = parse()
-    results = run(arguments)
+    try:
+        results = run(arguments)
+    except Inexact as error:
+        sys.exit(f"bench_proposers: {error}")
     about = {"machine": machine(), "project": project_state(), "versions": versions()}
     settings = {n: getattr(arguments, n) for n in ("tokens", "repeats", "quant", "quick")}
     as_json = json.dumps({**results.to_json(), "settings": settings, **about})

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollout.draft import POINT_MASS, Draft
-from rollout.draft_len import DraftLen, RoundCost, Trial
+from rollout.draft_len import DraftLen
+from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.streams import SeededDraws
@@ -31,11 +32,13 @@ def rows(num: int, *, max_new_tokens: int = 40) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Seconds: of a step by its tokens, of asking a row, of one drafted token for all rows."""
+    """Seconds: of a step by its tokens, of asking a row, of one drafted token for all rows, and of what
+    the first ask of a run takes besides (prompts that a draft model has to run)."""
 
     step: Curve
     ask_s: float = 2e-5
     draft_step_s: float = 0.0
+    first_ask_s: float = 0.0
     noise: float = 0.03
 
 
@@ -65,7 +68,7 @@ def tokens_per_s(
 ) -> float:
     """Emitted tokens a second over `num_rounds`, behind `settling` ones that are not counted."""
     rng, live = random.Random(seed), rows(num_rows)
-    emitted, seconds = 0, 0.0
+    emitted, seconds, begun = 0, 0.0, False
     for round_ in range(settling + num_rounds):
         if round_ == settling:
             emitted, seconds = 0, 0.0
@@ -85,6 +88,8 @@ def tokens_per_s(
         scored = num_rows + sum(map(len, kept))
         jitter = math.exp(rng.gauss(0, machine.noise))
         proposing = asked * machine.ask_s + max(lengths) * machine.draft_step_s
+        if asked and not begun:
+            proposing, begun = proposing + machine.first_ask_s, True
         chooser.observe(
             RoundCost(machine.step(scored) * jitter, proposing, scored, True, tuple(trials))
         )

@@ -415,7 +415,9 @@ def test_a_sample_resumed_with_nothing_left_gets_nothing(name: str) -> None:
 class Lengths(FixedDraftLen):
     """Four drafted tokens for every other row, none for the rest."""
 
-    def choose(self, rows: Sequence[Row], *, can_branch: bool = True) -> list[int]:
+    def choose(
+        self, rows: Sequence[Row], *, can_branch: bool = True, draining: bool = False
+    ) -> list[int]:
         return [4 * (i % 2) for i, _ in enumerate(rows)]
 
 

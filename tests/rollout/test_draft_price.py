@@ -17,7 +17,11 @@ class KnownCost(StepCost):
 
     def __init__(self, curve: Curve) -> None:
         super().__init__()
-        self._mean, self._covariance, self.known = curve(KNOTS), np.zeros((14, 14)), True
+        self._mean, self._covariance, self.known = (
+            curve(KNOTS),
+            np.zeros((len(KNOTS), len(KNOTS))),
+            True,
+        )
 
 
 def line(fixed: float, per_token: float) -> StepCost:

@@ -7,6 +7,7 @@ seen, and seeded samples of the path that runs in production.
 
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
 from rollout.conditions import Condition, Conditions
 from rollout.draft import DenseLaw, Draft
+from rollout.draft_len import DraftLen, FixedDraftLen
 from rollout.drafting import Drafting
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
 from rollout.grammar import Grammar
@@ -37,6 +39,7 @@ from rollout.table_policy import Table, random_table
 from rollout.verdict import Verdict
 from rollout.verify import Rule
 from rollout.verify_block import _Block
+from rollout.verify_positions import law_prob
 from tests.rollout.engines import (
     ScriptedProposer,
     TableTrees,
@@ -116,6 +119,7 @@ def enumerated(
     branching: bool = False,
     table: Table = TARGET,
     vocab_size: int = V,
+    lengths: DraftLen | None = None,
 ) -> Law:
     """The law of what an engine emits, each path run by a fresh one."""
 
@@ -130,6 +134,7 @@ def enumerated(
             branching=branching,
             compile_grammar=grammar_named("words", words, V, stop_ids=(STOP,)),
         )
+        engine.draft_len = lengths or engine.draft_len
         return run(engine, [request(sampling=sampling)])["r0"].token_ids
 
     return enumerate_outcomes(generate)
@@ -256,6 +261,73 @@ def test_drafts_drawn_from_the_counts_of_old_rollouts_leave_the_law_alone(
 ) -> None:
     law = enumerated(lambda: history("counts"), LAWS[name], rule=rule)
     assert error(law, LAWS[name]) < TOLERANCE
+
+
+class Priced(FixedDraftLen):
+    """Cuts drafts as the adaptive length does: before the first token whose estimated chance of being
+    reached and accepted is below a price fixed beforehand."""
+
+    def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
+        return [draft.truncated(self._worth(draft)) for draft in drafts]
+
+    def _worth(self, draft: Draft) -> int:
+        chain = itertools.accumulate(draft.chances or (), operator.mul)
+        return sum(reached >= 0.5 for reached in chain)
+
+
+class Peeking(ScriptedProposer):
+    """The fault that a price makes possible: a chance worked out from the token that was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(self._peek)
+        self._drawing = drawing_proposer("dense", DRAFT)
+
+    def _peek(self, row: Row, max_len: int) -> Draft:
+        draft = self._drawing._draft(row, max_len)
+        chances = tuple(law_prob(law, token) for law, token in zip(draft.laws, draft.token_ids))
+        return replace(draft, chances=chances)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("draw", ["best", "counts"])
+@pytest.mark.parametrize("name", ["plain", "stop", "all filters"])
+def test_drawn_drafts_cut_by_their_price_leave_the_law_alone(
+    rule: Rule, draw: str, name: str
+) -> None:
+    lens: set[int] = set()
+
+    class Watched(Priced):
+        def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
+            kept = super().keep(rows, drafts)
+            lens.update(len(draft) - len(part) for draft, part in zip(drafts, kept))
+            return kept
+
+    law = enumerated(lambda: history(draw), LAWS[name], 2, rule=rule, lengths=Watched(2))
+    assert error(law, LAWS[name]) < TOLERANCE
+    assert max(lens) > 0  # something was cut
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_chance_that_looks_at_the_drawn_token_bends_the_law(rule: Rule) -> None:
+    """The negative control."""
+    law = enumerated(Peeking, LAWS["plain"], 2, rule=rule, lengths=Priced(2))
+    assert error(law, LAWS["plain"]) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_request_that_is_sent_again_is_drafted_for_without_randomness(rule: Rule) -> None:
+    proposer = drawing_proposer("mixed", DRAFT)
+    engine = table_engine(TARGET, V, proposer=proposer, draft_len=3, verification=rule)
+    plain = table_engine(TARGET, V)
+    again = [
+        replace(request(f"r{i}", sampling=sampling(max_new_tokens=12), sample_index=i), attempt=1)
+        for i in range(20)
+    ]
+    samples, expected = run(engine, again), run(plain, again)
+    assert {r: s.token_ids for r, s in samples.items()} == {
+        r: s.token_ids for r, s in expected.items()
+    }
+    assert sum(sample.counters.verified for sample in samples.values()) > 0
 
 
 def joint_law(make: Make, samplings: Sequence[SamplingParams], draft_len: int, **how: Any) -> Any:

