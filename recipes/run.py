@@ -34,7 +34,7 @@ from recipes.sink import MetricsSink
 from recipes.smollm2 import model_folder
 from recipes.stop_request import StopRequest
 from rollout.checkpoint import check_weights, read_config, read_tokenizer
-from rollout.errors import RolloutError, RolloutTimeout
+from rollout.errors import FleetDead, RolloutError, RolloutTimeout
 from rollout.request import RolloutSample
 from rollout.sampling import SamplingParams
 
@@ -148,7 +148,7 @@ def run(config: RunConfig, resume: Path | None = None, *, explain: bool = False)
             progress.ended = f"error: {error}"
             raise
         finally:
-            summary = _conclude(config, learner, recorder, progress)
+            summary = _conclude(config, cluster, learner, recorder, progress)
         cluster.shutdown()
         if config.ladder.enabled and recorder.recent and progress.ended != "interrupted":
             view.phase("measuring the ladder")
@@ -161,7 +161,11 @@ def run(config: RunConfig, resume: Path | None = None, *, explain: bool = False)
 
 
 def _conclude(
-    config: RunConfig, learner: Learner, recorder: "Recorder", progress: Progress
+    config: RunConfig,
+    cluster: RolloutCluster,
+    learner: Learner,
+    recorder: "Recorder",
+    progress: Progress,
 ) -> dict[str, Any]:
     """Writes what there is however the training ended; a checkpoint that cannot be written comes
     last and takes nothing else with it."""
@@ -173,7 +177,7 @@ def _conclude(
     folder.write_json("summary.json", summary)
     write_report(folder.path)
     if progress.cluster:
-        _checkpoint(folder, learner, progress)
+        _checkpoint(folder, cluster, learner, progress)
     return summary
 
 
@@ -199,6 +203,8 @@ def _begin(
     learner.load(checkpoint.model(), checkpoint.optimiser())
     cluster.restore(state["cluster"])
     cluster.publish(state["step"], learner.model.named_parameters())
+    if (history := checkpoint.history()) is not None:
+        cluster.load_history(history)
     finished = [RolloutSample.from_json(row) for row in state["cluster"]["finished"]]
     unfinished = sorted({int(id_.partition("/")[0]) for id_ in state["cluster"]["unfinished"]})
     feeder.submit(unfinished, finished)
@@ -238,7 +244,7 @@ def _train(
         cluster.publish(progress.step, learner.model.named_parameters())
         recorder.step(progress, cluster.metrics(), stats, wait_s)
         if progress.step % config.checkpoint_every == 0 and progress.step < config.steps:
-            _checkpoint(recorder.folder, learner, progress)
+            _checkpoint(recorder.folder, cluster, learner, progress)
         if stop:
             progress.ended = "interrupted"
             return
@@ -356,7 +362,9 @@ class Recorder:
         progress.log_bytes = self.folder.log_bytes()
 
 
-def _checkpoint(folder: RunFolder, learner: Learner, progress: Progress) -> None:
+def _checkpoint(
+    folder: RunFolder, cluster: RolloutCluster, learner: Learner, progress: Progress
+) -> None:
     state = {
         "step": progress.step,
         "next_index": progress.next_index,
@@ -366,7 +374,19 @@ def _checkpoint(folder: RunFolder, learner: Learner, progress: Progress) -> None
     }
     model = dict(learner.model.named_parameters())
     detached = {name: parameter.detach() for name, parameter in model.items()}
-    folder.checkpoint(progress.step, detached, learner.optimiser_tensors(), state)
+    folder.checkpoint(
+        progress.step, detached, learner.optimiser_tensors(), state, _history(cluster)
+    )
+
+
+def _history(cluster: RolloutCluster) -> dict[str, torch.Tensor] | None:
+    """What the proposers remember now, which may be more than at the boundary: nothing but drafts comes
+    of it. A fleet that is gone took it along: a run that goes on from there drafts less at first, which
+    is no reason to lose the checkpoint."""
+    try:
+        return cluster.history()
+    except (FleetDead, RolloutTimeout):
+        return None
 
 
 def _ladder(

@@ -3,7 +3,8 @@
     config.yaml      resolved config            metrics.jsonl   one row a step (written by the sink)
     passport.json    model, machine, versions   samples.jsonl   one line a sample with a final fate
     summary.json     the closing numbers        report.html     one self-contained page
-    checkpoints/step-000012/                    model and optimiser (safetensors), state.json
+    checkpoints/step-000012/                    model, optimiser and what the proposer remembers
+                                                (safetensors), state.json
 
 A checkpoint is written beside its final name and renamed, so there is never half of one. It notes
 how long the two logs were; going on from it cuts them back to that, so that steps which will be done
@@ -26,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from rollout.errors import RunFolderError
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+HISTORY = "history.safetensors"
 KEPT_CHECKPOINTS = 2
 
 
@@ -110,6 +112,7 @@ class RunFolder:
         model: Mapping[str, torch.Tensor],
         optimiser: Mapping[str, torch.Tensor],
         state: Mapping[str, Any],
+        history: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Writes one checkpoint and removes all but the newest few. Raises RunFolderError.
         `state` holds `log_bytes`, the lengths of the logs it belongs to."""
@@ -120,6 +123,8 @@ class RunFolder:
             partial.mkdir()
             save_file({k: t.contiguous() for k, t in model.items()}, partial / "model.safetensors")
             save_file(dict(optimiser), partial / "optimiser.safetensors")
+            if history is not None:
+                save_file(dict(history), partial / HISTORY)
             (partial / "state.json").write_text(json.dumps(state))
             final = folder / f"step-{step:06d}"
             if final.exists():
@@ -153,6 +158,12 @@ class Checkpoint:
 
     def optimiser(self) -> dict[str, torch.Tensor]:
         return load_file(self.path / "optimiser.safetensors")
+
+    def history(self) -> dict[str, torch.Tensor] | None:
+        """What the proposer remembered; None for one that remembers nothing, and where no actor was
+        left to ask."""
+        file = self.path / HISTORY
+        return load_file(file) if file.is_file() else None
 
 
 def _cut(log: Path, length: int) -> None:

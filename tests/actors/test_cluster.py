@@ -2,21 +2,25 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 import torch
 from ray._private.worker import global_worker
 
 from actors.cluster import Prompt, RolloutCluster
 from actors.config import ClusterConfig
+from actors.controller import Controller
 from actors.engine_spec import EngineSpec
 from actors.group_queue import RolloutGroup
 from actors.ray_session import ray_session
 from rollout.checkpoint import read_weights
-from rollout.errors import InvalidRequest, InvalidWeights, RolloutTimeout
+from rollout.errors import InvalidConfig, InvalidRequest, InvalidWeights, RolloutTimeout
 from rollout.sampling import SamplingParams
 
 LIMIT_S = 120.0
@@ -136,6 +140,91 @@ def test_waiting_for_groups_ends_by_its_limit(cluster: RolloutCluster, tiny_llam
     assert len(take(cluster, 2)) == 2  # nothing was lost by asking too early
 
 
+# ---- what proposers remember ----------------------------------------------------------------
+
+
+def test_actors_tell_each_other_at_a_publish_and_one_that_replaces_another_is_told(
+    cluster: RolloutCluster, tiny_llama: Path
+) -> None:
+    """One of two dies as it is asked; the other is not taken for dead with it."""
+    new = rollouts_of_a_step(cluster, tiny_llama, "told")
+    one, other = memories(cluster)
+    assert one == other and one >= new and new.total() == 4
+
+    assert in_controller(cluster, kill_one_and_share) == ["rollout-1"]
+    assert in_controller(cluster, wait_for_two)
+    assert cluster.metrics().restarts == 1 and "rollout-0" in cluster.metrics().last_loss
+    assert memories(cluster) == [one, one]
+    new = rollouts_of_a_step(cluster, tiny_llama, "told again")
+    assert memories(cluster) == [one + new, one + new]
+    assert rollouts_in(cluster.history()) == one + new
+
+
+def test_a_loaded_history_is_remembered_by_every_actor_and_not_passed_on(
+    cluster: RolloutCluster, tiny_llama: Path
+) -> None:
+    rollouts_of_a_step(cluster, tiny_llama, "loaded")
+    history, (before, _) = cluster.history(), memories(cluster)
+    assert history is not None
+    salt = torch.tensor(list(b"another model"), dtype=torch.uint8)
+    with pytest.raises(InvalidConfig, match="another model"):
+        cluster.load_history(history | {"salt": salt})
+    assert memories(cluster) == [before, before]
+    cluster.load_history(history)
+    next_version(cluster, read_weights(tiny_llama))
+    assert memories(cluster) == [before + before, before + before]
+
+
+def rollouts_of_a_step(
+    cluster: RolloutCluster, folder: Path, name: str
+) -> Counter[tuple[int, ...]]:
+    """Of two groups, one an actor, and a publish."""
+    cluster.submit(prompts(name, 2), SAMPLING, group_size=2)
+    groups = take(cluster, 2)
+    next_version(cluster, read_weights(folder))
+    return Counter(sample.token_ids for group in groups for sample in group.samples)
+
+
+def rollouts_in(history: Mapping[str, Any] | None) -> Counter[tuple[int, ...]]:
+    assert history is not None
+    lens = [int(length) for length in history["token_lens"]]
+    ends = [sum(lens[: index + 1]) for index in range(len(lens))]
+    ids = history["token_ids"].tolist()
+    return Counter(tuple(ids[end - length : end]) for end, length in zip(ends, lens))
+
+
+def memories(cluster: RolloutCluster) -> list[Counter[tuple[int, ...]]]:
+    """The rollouts that each actor remembers."""
+    return [rollouts_in(arrays) for arrays in in_controller(cluster, all_exports)]
+
+
+def in_controller(cluster: RolloutCluster, look: Callable[[Controller], Any]) -> Any:
+    return cluster._ask(cluster._controller.__ray_call__.remote(look), LIMIT_S)
+
+
+def all_exports(controller: Controller) -> list[dict[str, Any]]:
+    calls = [m.handle.export_history.remote("all", LIMIT_S) for m in controller._serving()]
+    return [arrays for _, arrays in ray.get(calls, timeout=LIMIT_S)]
+
+
+def kill_one_and_share(controller: Controller) -> list[str]:
+    """The names of those that serve on."""
+    members = controller._serving()
+    assert members[0].info is not None
+    with controller._publishing:
+        os.kill(members[0].info.pid, signal.SIGKILL)
+        controller._histories.share(members)
+        return [member.name for member in controller._serving()]
+
+
+def wait_for_two(controller: Controller) -> bool:
+    with controller._changed:
+        return controller._changed.wait_for(lambda: len(controller._serving()) == 2, LIMIT_S)
+
+
+# ---- pacing, weights, deaths --------------------------------------------------------------
+
+
 def test_pacing_that_can_never_be_met_is_refused(cluster: RolloutCluster) -> None:
     cluster.submit(prompts("many", 6), SAMPLING, group_size=1)
     with pytest.raises(InvalidRequest, match="keeps at most 4 groups open"):
@@ -143,8 +232,9 @@ def test_pacing_that_can_never_be_met_is_refused(cluster: RolloutCluster) -> Non
 
 
 def test_old_weights_are_let_go(cluster: RolloutCluster, tiny_llama: Path) -> None:
-    """case 184: ten publishes more leave no more objects referenced, in this process and in the
-    controller's. Counts lag by a call or two; a leak would add ten."""
+    """case 184: ten publishes more, with what actors tell each other at each, leave no more objects
+    referenced, in this process and in the controller's. Counts lag by a call or two; a leak would add
+    ten."""
     weights = read_weights(tiny_llama)
     counts = []
     for _ in range(2):

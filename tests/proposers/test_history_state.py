@@ -102,6 +102,24 @@ def test_what_is_new_is_shared_once_and_never_passed_on() -> None:
     assert other.propose([row([30])], [4])[0].token_ids == (31,)
 
 
+def test_what_is_told_and_what_is_new_are_everything_once() -> None:
+    """A newcomer is told the one and hears the other with everybody else."""
+    one, other, late, whole = (HistoryProposer(max_tokens=99) for _ in range(4))
+    finished(other, row([20, 21]))
+    finished(one, row([10, 11, 12]))
+    one.merge(other.export_new())
+    one.export_new()
+    finished(one, row([30, 31, 32, 33]))
+    one.observe([row([40])])
+    late.merge(one.export_told())
+    assert late.gauges()["history/sequences"] == 2
+    whole.merge(one.export())
+    late.merge(one.export_new())
+    assert late.gauges() == whole.gauges()
+    assert len(late.export_new()["token_lens"]) == 0
+    assert len(one.export_told()["token_lens"]) == 3
+
+
 def test_what_is_merged_is_the_newest_and_evicts_the_oldest() -> None:
     one, other = HistoryProposer(max_tokens=6), HistoryProposer()
     for first in (10, 20):
@@ -121,8 +139,8 @@ def test_exported_tensors_are_copies() -> None:
     torch.testing.assert_close(exported, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_row_does_not_draw_from_what_was_made_with_its_noise() -> None:
-    """An attempt that was aborted, also by way of another actor; named drafts are of no harm."""
+def test_a_row_does_not_read_what_was_made_with_its_noise() -> None:
+    """An attempt that was aborted, also by way of another actor."""
 
     def sample(index: int, generated: list[int], temperature: float = 1.0) -> Row:
         made = row(generated)
@@ -132,11 +150,11 @@ def test_a_row_does_not_draw_from_what_was_made_with_its_noise() -> None:
         again.token_ids += generated
         return again
 
-    for draw, same in (("mode", (11,)), ("counts", ()), ("best", ())):
-        first, second = (HistoryProposer(draw=draw) for _ in "ab")  # type: ignore[arg-type]
+    for draw in ("mode", "counts", "best"):
+        first, second = (HistoryProposer(draw=draw) for _ in "ab")
         finished(first, sample(0, [10, 11]))
         second.merge(first.export_new())
         for proposer in (first, second):
-            assert proposer.propose([sample(0, [10])], [1])[0].token_ids == same
+            assert proposer.propose([sample(0, [10])], [1])[0].token_ids == ()
             assert proposer.propose([sample(1, [10])], [1])[0].token_ids == (11,)
             assert proposer.propose([sample(0, [10], 0.0)], [1])[0].token_ids == (11,)

@@ -8,13 +8,18 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import recipes.run
 from actors.cluster import RolloutCluster
 from recipes.cli import main
+from recipes.run_folder import Checkpoint, RunFolder
+from rollout.errors import FleetDead, RolloutTimeout
 from tests.recipes.test_sink import wandb_files, wandb_history
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
@@ -119,12 +124,46 @@ def test_ctrl_c_ends_at_a_step_and_resume_goes_on_without_loss_or_repeat(
     assert (stopped["ended"], stopped["steps"]) == ("interrupted", 2)
     (run,) = tmp_path.glob("*-quickstart")
     assert (run / "report.html").exists()
+    (kept,) = (run / "checkpoints").glob("step-000002/history.safetensors")
+    remembered, loaded = load_file(kept), []
+    assert len(remembered["token_lens"]) >= stopped["accepted_samples"] > 0
+    inner = RolloutCluster.load_history
+
+    def load_history(cluster: RolloutCluster, history: dict[str, torch.Tensor]) -> None:
+        inner(cluster, history)
+        loaded.append(history)
+
+    monkeypatch.setattr(RolloutCluster, "load_history", load_history)
     assert main(["run", "--resume", str(run), "--json", "ladder.enabled=false"]) == 0
     summary = last_json(capsys)
+    torch.testing.assert_close(loaded, [remembered], rtol=0, atol=0, equal_nan=True)
+    (kept,) = (run / "checkpoints").glob("step-000004/history.safetensors")
+    grown = load_file(kept)
+    assert len(grown["token_lens"]) > len(remembered["token_lens"])
+    assert torch.equal(grown["noises"][: len(remembered["noises"])], remembered["noises"])
+    assert summary["exactness"]["exact/alarm"] == 0  # rows in flight were drawn again
     assert summary["steps"] == 4
     assert_one_fate_each(run, summary)
     assert [row["learner/step"] for row in lines(run, "metrics.jsonl")] == [1, 2, 3, 4]
     assert summary["accepted_samples"] >= stopped["accepted_samples"]
+
+
+@pytest.mark.parametrize("error", [FleetDead, RolloutTimeout])
+def test_a_fleet_that_is_gone_costs_the_history_and_not_the_checkpoint(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    def history() -> None:
+        raise error("nobody answers")
+
+    folder = RunFolder.create(tmp_path, "test", "name: test\n")
+    learner: Any = SimpleNamespace(model=torch.nn.Linear(2, 2), optimiser_tensors=dict)
+    cluster: Any = SimpleNamespace(history=history)
+    recipes.run._checkpoint(folder, cluster, learner, recipes.run.Progress(step=1))
+    (written,) = (folder.path / "checkpoints").glob("step-*")
+    assert {file.name for file in written.iterdir()} == {
+        "model.safetensors", "optimiser.safetensors", "state.json",
+    }  # fmt: skip
+    assert Checkpoint(written).history() is None
 
 
 def test_the_quickstart_runs_on_smollm2(

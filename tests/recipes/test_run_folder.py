@@ -6,7 +6,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from recipes.run_folder import RunFolder
+from actors.weights import as_tensor, to_arrays
+from proposers.history import HistoryProposer
+from recipes.run_folder import Checkpoint, RunFolder
 from rollout.errors import RunFolderError
 
 MODEL = {"w": torch.arange(4.0)}
@@ -26,6 +28,28 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.model()["w"], MODEL["w"])
     assert torch.equal(checkpoint.optimiser()["w.exp_avg"], torch.ones(4))
     assert checkpoint.state["step"] == 1
+
+
+def test_a_checkpoint_holds_what_the_proposer_remembers_if_it_does(tmp_path: Path) -> None:
+    """An empty history too, and one whose memory cannot be written, as in the object store."""
+    made, proposer = folder(tmp_path), HistoryProposer(salt="model")
+    for step, num_told in ((1, 0), (2, 3)):
+        for first in range(num_told):
+            proposer.remember([1, 2, 3], [first, 8, 9])
+        arrays, _ = to_arrays(proposer.export())
+        for array in arrays.values():
+            array.setflags(write=False)
+        history = {name: as_tensor(array) for name, array in arrays.items()}
+        made.checkpoint(step, MODEL, {}, STATE, history)
+        kept = Checkpoint(made.path / "checkpoints" / f"step-{step:06d}").history()
+        assert kept is not None
+        again = HistoryProposer(salt="model")
+        again.merge(kept)
+        assert again.gauges() == proposer.gauges()
+        assert again.gauges()["history/sequences"] == num_told
+    made.checkpoint(3, MODEL, {}, STATE)
+    made.close()
+    assert RunFolder.resume(made.path, CONFIG)[1].history() is None
 
 
 def test_going_on_cuts_the_logs_to_the_checkpoint(tmp_path: Path) -> None:
