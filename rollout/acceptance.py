@@ -40,27 +40,28 @@ class Acceptance:
         self._reached = np.zeros((UNAIDED + 1, DEPTHS))
         self._accepted = np.zeros((UNAIDED + 1, DEPTHS))
         self._prompts, self._rows = _Factors(), _Factors()
+        self._unaided = np.full(DEPTHS, 0.5)
 
     def rates(self, chances: np.ndarray, hope: float = 0.0) -> np.ndarray:
         """The proposer's estimates [B, n] at depths 0..n-1, NaN where it has none -> rates [B, n];
         each `hope` standard deviations above its mean."""
         bands, depths = _cells(chances)
-        prior = np.where(bands == UNAIDED, self._unaided()[depths], chances)
-        accepted, reached = self._accepted[bands, depths], self._reached[bands, depths]
-        trials = reached + PRIOR_TRIALS
-        mean = (accepted + PRIOR_TRIALS * prior) / trials
-        rates: np.ndarray = mean + hope * np.sqrt(np.maximum(mean * (1.0 - mean), 0.0) / trials)
+        prior = np.where(bands == UNAIDED, self._unaided[depths], chances)
+        trials = self._reached[bands, depths] + PRIOR_TRIALS
+        rates: np.ndarray = (self._accepted[bands, depths] + PRIOR_TRIALS * prior) / trials
+        if hope:
+            rates += hope * np.sqrt(np.maximum(rates * (1.0 - rates), 0.0) / trials)
         return rates
 
-    def _unaided(self) -> np.ndarray:
-        """[DEPTHS] prior without an estimate: the rate at the depth before; 1/2 at the first."""
-        prior = np.empty(DEPTHS)
-        rate = 0.5
+    def _learn_unaided(self) -> None:
+        """The prior without an estimate: the rate at the depth before; 1/2 at the first."""
+        rate, prior = 0.5, []
         counts = zip(self._accepted[UNAIDED].tolist(), self._reached[UNAIDED].tolist())
-        for depth, (accepted, reached) in enumerate(counts):
-            prior[depth] = rate
-            rate = (accepted + PRIOR_TRIALS * rate) / (reached + PRIOR_TRIALS)
-        return prior
+        for accepted, reached in counts:
+            prior.append(rate)
+            if reached:
+                rate = (accepted + PRIOR_TRIALS * rate) / (reached + PRIOR_TRIALS)
+        self._unaided = np.array(prior)
 
     def factors(self, prompts: Sequence[Hashable], rows: Sequence[Hashable]) -> np.ndarray:
         """[B] what a row's rates are to be multiplied by."""
@@ -91,6 +92,7 @@ class Acceptance:
         for into, counted in ((cells, estimated), (unaided, reached)):
             np.add.at(self._reached, into, counted)
             np.add.at(self._accepted, into, accepted * counted)
+        self._learn_unaided()
         for prompt, row, hits, hoped in zip(prompts, rows, got.tolist(), expected.tolist()):
             if hoped:
                 self._prompts.learn(prompt, hits, hoped)
@@ -101,7 +103,7 @@ def _cells(chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(band, depth) [B, n] of each."""
     bands = np.where(np.isnan(chances), UNAIDED, np.searchsorted(BANDS, chances))
     depths = np.minimum(np.arange(chances.shape[1]), DEPTHS - 1)
-    return bands, np.broadcast_to(depths, chances.shape)
+    return bands, depths[None].repeat(len(chances), 0)
 
 
 class _Factors:

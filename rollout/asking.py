@@ -21,6 +21,8 @@ SMOOTH = 0.1
 """Weight of the last round in running means."""
 MOST_PATIENT = 4
 """Doublings of the time between probes that find nothing."""
+TIME_EVERY = 4
+"""Rounds with asking, of which one is taken into account for what asking costs."""
 MOST_NEW = 0.25
 """Share of rows asked for the first time in a round that says what asking costs."""
 MOST_ASKED = 4096
@@ -38,6 +40,7 @@ class Asking:
         self._earned, self._paid = _Running(), _Running()
         """Seconds a round that was kept saved, and that were spent on asking."""
         self._asked: dict[int, None] = {}
+        self._rounds = 0
         self._credit, self._turn = 0.0, 0
         """Rows that may be asked though asking does not pay, and whose turn it is."""
 
@@ -62,7 +65,9 @@ class Asking:
     def observe(self, round_: RoundCost, cost: StepCost) -> None:
         """Takes in a round in which somebody was asked."""
         num_new = sum(trial.row.serial not in self._asked for trial in round_.asked)
-        if num_new <= MOST_NEW * len(round_.asked):
+        self._rounds += 1
+        timed = not self._ask.known or self._rounds % TIME_EVERY == 0
+        if timed and num_new <= MOST_NEW * len(round_.asked):
             self._ask.add(len(round_.asked), round_.propose_seconds)
             if steps := max(len(trial.draft) for trial in round_.asked):
                 self.draft_step.add(round_.num_drafted / steps, round_.propose_seconds / steps)
@@ -72,9 +77,11 @@ class Asking:
             del self._asked[next(iter(self._asked))]
         if cost.known:
             num_rows, kept = round_.num_rows, round_.num_kept
-            plain_s, drafting_s = (float(cost.seconds(n)) for n in (num_rows, num_rows + kept))
-            emitted = num_rows + round_.num_accepted
-            self._earned.add(plain_s * emitted / num_rows - drafting_s)
+            saved = 0.0
+            if kept:
+                plain_s, drafting_s = (float(cost.seconds(n)) for n in (num_rows, num_rows + kept))
+                saved = plain_s * (num_rows + round_.num_accepted) / num_rows - drafting_s
+            self._earned.add(saved)
             self._paid.add(round_.propose_seconds)
 
 

@@ -37,6 +37,8 @@ from rollout.row import Row
 from rollout.step_cost import HOPE, StepCost
 from rollout.tree_yield import TreeYield
 
+REPRICE = 4
+"""Rounds for which a price holds while nothing is scored and the rows are as many."""
 CHAINS_PAY = 1.01
 """Speedup of chains by what was offered lately, above which trees are thought of."""
 NUM_PRICES = 24
@@ -154,6 +156,8 @@ class AdaptiveDraftLen:
         """Chance at which a token is worth scoring once it is drafted, in this round."""
         self._best_speedup = 1.0
         """Of the best chains over plain decoding, by what was offered lately."""
+        self._plain_s, self._priced_rows, self._age = 0.0, 0, 0
+        """Seconds of a plain step, the rows that prices are for, and the rounds since."""
         self._asked: set[int] = set()
         """Serials of the rows asked in this round."""
         self._probed: int | None = None
@@ -179,9 +183,7 @@ class AdaptiveDraftLen:
         if not rows or not self.max_len or not self._cost.known:
             return [0] * num_rows
         self._worth = straggler_weights(rows) if draining else {}
-        self.last.plain_s = float(self._cost.seconds(num_rows))
-        self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
-        self.last.price = self._cut
+        self._price_round(num_rows, quiet)
         if (
             can_branch
             and self._trees.nodes
@@ -198,6 +200,16 @@ class AdaptiveDraftLen:
         self._asked = {row.serial for row, length in zip(rows, lengths) if length}
         self.last.asked = len(self._asked)
         return lengths
+
+    def _price_round(self, num_rows: int, quiet: bool) -> None:
+        """While nothing is scored a price holds for a few rounds of as many rows: working it out takes
+        a part of a percent of a step."""
+        self._age += 1
+        if not quiet or self._priced_rows != num_rows or self._age >= REPRICE:
+            self._priced_rows, self._age = num_rows, 0
+            self._plain_s = float(self._cost.seconds(num_rows))
+            self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
+        self.last.plain_s, self.last.price = self._plain_s, self._cut
 
     def _tree_pays(self) -> bool:
         chain_rate = self._best_speedup / self.last.plain_s
@@ -281,11 +293,12 @@ class AdaptiveDraftLen:
     # ---- after the round ------------------------------------------------------------------
 
     def observe(self, round_: RoundCost) -> None:
-        if round_.plain_tokens:
+        drafted = bool(round_.asked)
+        if round_.plain_tokens and (drafted or not self._cost.known or not self._age):
             self._cost.add(round_.scored_tokens, round_.seconds)
         if self.last.plain_s:
             self._note()
-        if not round_.asked:
+        if not drafted:
             return
         if round_.branched:
             self._trees.observe(round_.num_rows, round_.num_drafted, round_.num_accepted)

@@ -196,7 +196,7 @@ class NativeEngine:
                 rows = plan.rows
             with self._timed("propose") as proposing:
                 proposed = self._propose(rows, plan.max_lens)
-            with self._timed("plan"):
+            with self._timed("plan") as keeping:
                 drafts = self.draft_len.keep(rows, proposed)
             with self._timed("score"):
                 windows = [self._window(row, draft) for row, draft in zip(rows, drafts)]
@@ -211,10 +211,11 @@ class NativeEngine:
                 with self._timed("commit"):
                     self._commit(rows, drafts, windows, laws, verdicts)
                     self.proposer.observe(rows)
-                seconds = time.perf_counter() - started - proposing.seconds
+                drafting_s = proposing.seconds + keeping.seconds
+                seconds = time.perf_counter() - started - drafting_s
                 trials = _trials(rows, plan.max_lens, proposed, drafts, verdicts)
                 self.draft_len.observe(
-                    _round_cost(seconds, proposing.seconds, windows, plan.chunks, trials)
+                    _round_cost(seconds, drafting_s, windows, plan.chunks, trials)
                 )
         return self._drain()
 

@@ -28,6 +28,7 @@ class RoundCost:
     seconds: float
     """All but proposing."""
     propose_seconds: float
+    """What drafts took besides being scored: proposing, and choosing what of it to keep."""
     scored_tokens: int
     """Tokens run through the target, prompts and re-prefills included."""
     plain_tokens: bool

@@ -13,6 +13,7 @@ import numpy as np
 
 KNOTS = 2.0 ** np.arange(18)
 """1 to 131,072 tokens."""
+DIAGONAL = np.diag_indices(len(KNOTS))
 FREE_SLOPE = 0.02
 """Before it was tried each further token is believed to add this share of a one-token step: too little
 rather than too much, since only what seems to pay is ever tried."""
@@ -46,14 +47,14 @@ class StepCost:
             self._mean, self._covariance = scale * self._mean, scale**2 * self._covariance
             self.known = True
         mean, expected = self._mean, float(near @ self._mean)
-        drift = TOGETHER**2 * np.outer(mean, mean) + np.diag((APART * mean) ** 2)
-        covariance = self._covariance + drift
+        covariance = self._covariance + (TOGETHER * mean)[:, None] * (TOGETHER * mean)
+        covariance[DIAGONAL] += (APART * mean) ** 2
         gain = covariance @ near
         variance = float(near @ gain) + (TIMING_NOISE * expected) ** 2
         most = OUTLIER * variance**0.5
         error = min(max(seconds - expected, -most), most)
         self._mean = np.maximum(mean + gain * (error / variance), 1e-9)
-        self._covariance = covariance - np.outer(gain, gain) / variance
+        self._covariance = covariance - gain[:, None] * (gain / variance)
 
     def seconds(self, tokens: float | np.ndarray) -> np.ndarray:
         """Predicted seconds, the shape of `tokens`; of no meaning before anything was measured."""
