@@ -231,7 +231,7 @@ def test_a_table_under_random_load_emits_what_each_request_does_alone(seed: int)
     )
     engine.draft_len = draft_len
     soak = Soak(engine, table_of, table_group, seed)
-    soak.run(500, check_round=lambda: check_table(policy, engine))
+    soak.run(1000, check_round=lambda: check_table(policy, engine))
     check_everything_happened(soak)
     reference = table_engine(TABLES[0], V, context_len=CONTEXT, num_slots=1, decode=letters)
     for sample in soak.samples:
