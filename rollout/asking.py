@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rollout.round_cost import RoundCost
 from rollout.step_cost import StepCost
 
-CHEAP = 0.02
+CHEAP = 0.06
 """Share of a plain step that asking every row may take for a proposer to be asked always."""
 IDLE = 0.004
 """Share of a plain step that asking takes while it does not pay."""

@@ -194,7 +194,12 @@ class AdaptiveDraftLen:
             self.last.why, lengths = "trees", [self._trees.nodes] * num_rows
         else:
             cheap = self._asking.cheap(num_rows, self.last.plain_s)
-            lengths = self._offers(num_rows) if cheap else self._planned(rows)
+            if cheap:
+                lengths = self._offers(num_rows)
+            elif quiet and self._age:  # what was planned last holds as long as its price
+                lengths = [0] * num_rows
+            else:
+                lengths = self._planned(rows)
             if quiet and self._probes.due():
                 self._probe(rows, lengths)
         self._asked = {row.serial for row, length in zip(rows, lengths) if length}
