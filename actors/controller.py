@@ -106,8 +106,7 @@ class Controller:
         self._stopping = False
         self._restarts = self._started = 0
         self._departed_counters = SpecCounters()
-        self._departed_phases: Counter[str] = Counter()
-        self._departed_drafts: Counter[str] = Counter()
+        self._departed_sums: Counter[str] = Counter()
         self._first_submit: float | None = None
         self._elapsed_before_s = 0.0
         self._finished = Counter[str]()
@@ -358,12 +357,11 @@ class Controller:
     def snapshot(self) -> ClusterSnapshot:
         """Lifetime sums, right now."""
         with self._changed:
-            counters, phases = SpecCounters(), Counter(self._departed_phases)
+            counters = SpecCounters()
             counters.add(self._departed_counters)
-            gauges = Counter(self._departed_drafts)
+            gauges = Counter(self._departed_sums)
             for member in self._members.values():
                 counters.add(member.counters)
-                phases.update(_phases(member.gauges))
                 gauges.update({k: v for k, v in member.gauges.items() if "/" in k})
             return ClusterSnapshot(
                 elapsed_s=self._elapsed_s(),
@@ -373,7 +371,7 @@ class Controller:
                 truncated_samples=self._finished["truncated"],
                 finished_tokens=self._finished["tokens"],
                 counters=counters,
-                phase_s=dict(phases),
+                phase_s={phase: gauges[f"seconds/{phase}"] for phase in PHASES},
                 ages=dict(self._queue.ages),
                 stale_by_length=dict(self._stale_by_length),
                 publication=self._publication,
@@ -576,8 +574,7 @@ class Controller:
                 return
             member.serving = False
             self._departed_counters.add(member.counters)
-            self._departed_phases.update(_phases(member.gauges))
-            self._departed_drafts.update(_drafts(member.gauges))
+            self._departed_sums.update(_sums(member.gauges))
             self._reissue([assigned.request for assigned in member.assigned.values()])
             self._restarts += 1
             self._last_loss = f"{member.name}: {reason}"
@@ -634,13 +631,9 @@ def tokenise_probe(config: ClusterConfig) -> list[list[int]]:
     return [tokenizer.encode(text, add_special_tokens=False) for text in config.probe_texts]
 
 
-def _drafts(gauges: dict[str, float]) -> dict[str, float]:
+def _sums(gauges: dict[str, float]) -> dict[str, float]:
     """Sums over rounds, which stay true of the cluster when the actor is gone."""
-    return {name: value for name, value in gauges.items() if name.startswith("draft/")}
-
-
-def _phases(gauges: dict[str, float]) -> dict[str, float]:
-    return {phase: gauges.get(f"seconds/{phase}", 0.0) for phase in PHASES}
+    return {n: value for n, value in gauges.items() if n.startswith(("seconds/", "draft/"))}
 
 
 def _length_class(length: int) -> int:

@@ -45,7 +45,12 @@ class Acceptance:
     def rates(self, chances: np.ndarray, hope: float = 0.0) -> np.ndarray:
         """The proposer's estimates [B, n] at depths 0..n-1, NaN where it has none -> rates [B, n];
         each `hope` standard deviations above its mean."""
-        bands, depths = _cells(chances)
+        return self._rates(_cells(chances), chances, hope)
+
+    def _rates(
+        self, cells: tuple[np.ndarray, np.ndarray], chances: np.ndarray, hope: float = 0.0
+    ) -> np.ndarray:
+        bands, depths = cells
         prior = np.where(bands == UNAIDED, self._unaided[depths], chances)
         trials = self._reached[bands, depths] + PRIOR_TRIALS
         rates: np.ndarray = (self._accepted[bands, depths] + PRIOR_TRIALS * prior) / trials
@@ -82,9 +87,9 @@ class Acceptance:
         it accepted there [B, n]."""
         if not reached.any():
             return
-        expected = (self.rates(chances) * reached).sum(-1)
-        got = (accepted * reached).sum(-1)
         cells = _cells(chances)
+        expected = (self._rates(cells, chances) * reached).sum(-1)
+        got = (accepted * reached).sum(-1)
         self._reached *= FORGET
         self._accepted *= FORGET
         unaided = np.full_like(cells[0], UNAIDED), cells[1]

@@ -64,14 +64,15 @@ class Asking:
 
     def observe(self, round_: RoundCost, cost: StepCost) -> None:
         """Takes in a round in which somebody was asked."""
-        num_new = sum(trial.row.serial not in self._asked for trial in round_.asked)
+        asked = round_.asked
+        num_new = sum(trial.row.serial not in self._asked for trial in asked)
         self._rounds += 1
         timed = not self._ask.known or self._rounds % TIME_EVERY == 0
-        if timed and num_new <= MOST_NEW * len(round_.asked):
-            self._ask.add(len(round_.asked), round_.propose_seconds)
-            if steps := max(len(trial.draft) for trial in round_.asked):
+        if timed and num_new <= MOST_NEW * len(asked):
+            self._ask.add(len(asked), round_.propose_seconds)
+            if steps := max(len(trial.draft) for trial in asked):
                 self.draft_step.add(round_.num_drafted / steps, round_.propose_seconds / steps)
-        for trial in round_.asked:
+        for trial in asked:
             self._asked[trial.row.serial] = None
         while len(self._asked) > MOST_ASKED:
             del self._asked[next(iter(self._asked))]

@@ -152,10 +152,10 @@ def find_library(source: Path, flags: Sequence[str]) -> tuple[Path, float]:
     return path, time.monotonic() - started if built else 0.0
 
 
-def _key(compiler: str, source: Path | None = None, flags: Sequence[str] | None = None) -> str:
+def _key(compiler: str, source: Path = SOURCE, flags: Sequence[str] | None = None) -> str:
     """Of what decides the machine code: sources, flags, compiler, processor."""
     sha = hashlib.sha256()
-    for file in sorted((source or SOURCE).parent.iterdir()):
+    for file in sorted(source.parent.iterdir()):
         sha.update(file.name.encode() + file.read_bytes())
     info = Path("/proc/cpuinfo").read_text().splitlines()
     lines = [line for line in info if line.startswith(("flags", "model name"))]
@@ -163,9 +163,7 @@ def _key(compiler: str, source: Path | None = None, flags: Sequence[str] | None 
     return sha.hexdigest()[:16]
 
 
-def build(
-    compiler: str, path: Path, flags: Sequence[str] = FLAGS, source: Path | None = None
-) -> bool:
+def build(compiler: str, path: Path, flags: Sequence[str] = FLAGS, source: Path = SOURCE) -> bool:
     """Compiles unless it was done before; one process at a time, the others wait for it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +171,7 @@ def build(
             fcntl.flock(lock, fcntl.LOCK_EX)
             if path.exists():
                 return False
-            _compile(compiler, path, flags, source or SOURCE)
+            _compile(compiler, path, flags, source)
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         why = next((line for line in said if "error" in line), said[-1] if said else "")

@@ -126,9 +126,7 @@ class Scheduler:
                 break  # preempted for an older row, and so were those behind it
             decodes = share == num_pending
             end = self.num_cached(row) + share
-            if not share:
-                continue
-            if not self._make_room(row, end):
+            if not share or not self._make_room(row, end):
                 continue
             self._count(row, end)
             if decodes:

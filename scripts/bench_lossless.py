@@ -7,7 +7,6 @@ Hugging Face's float32 law to the recorded one, for lossless rollouts and for pl
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +18,10 @@ from actors.engine_spec import EngineSpec, make_engine, pack_folder
 from proposers.none import NoProposer
 from quant.formats import FormatName
 from rollout.draft_len import FixedDraftLen
-from rollout.engine import run_to_end
-from rollout.native_engine import NativeEngine
 from rollout.request import RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts
-from scripts.bench_never_loses import requests_for
+from scripts.bench_never_loses import decode
 
 FORMATS_TRIED: tuple[FormatName, ...] = ("int8_w8a16", "int8_w8a8")
 
@@ -99,7 +96,7 @@ def measure(
                 tell(f"lossless, {format_}, B={batch}: repeat {repeat + 1}/{repeats}")
                 engines = [("plain", plain), ("lossless", lossless)]
                 for name, engine in engines if repeat % 2 else engines[::-1]:
-                    seconds, samples = _decode(
+                    seconds, samples = decode(
                         engine, prepared, prompts[:batch], sampling, seed=2 + repeat
                     )
                     if repeat < 0:
@@ -111,16 +108,6 @@ def measure(
             cell.k3, cell.k3_plain = (_k3(model, taken[name]) for name in ("lossless", "plain"))
             cells.append(cell)
     return cells
-
-
-def _decode(
-    engine: NativeEngine, prepared: object, prompts: Prompts, sampling: SamplingParams, seed: int
-) -> tuple[float, list[RolloutSample]]:
-    engine.load(prepared, version=seed, digest="bench")
-    run_to_end(engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
-    started = time.perf_counter()
-    samples = run_to_end(engine, requests_for(prompts, sampling, seed))
-    return time.perf_counter() - started, samples
 
 
 @torch.inference_mode()

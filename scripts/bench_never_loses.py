@@ -90,22 +90,16 @@ class Cell:
         }
 
 
-class Way:
-    """One way to draft, with its engine; what it has learnt stays from run to run."""
-
-    def __init__(self, name: str, engine: NativeEngine) -> None:
-        self.name, self.engine = name, engine
-
-    def decode(
-        self, loaded: LoadedPolicy, prompts: Prompts, sampling: SamplingParams, seed: int
-    ) -> tuple[float, list[RolloutSample]]:
-        """Seconds of decoding behind prompts that are cached already, and the samples."""
-        self.engine.load(loaded.weights, version=seed, digest="bench")
-        run_to_end(self.engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
-        requests = requests_for(prompts, sampling, seed)
-        started = time.perf_counter()
-        samples = run_to_end(self.engine, requests)
-        return time.perf_counter() - started, samples
+def decode(
+    engine: NativeEngine, prepared: object, prompts: Prompts, sampling: SamplingParams, seed: int
+) -> tuple[float, list[RolloutSample]]:
+    """Seconds of decoding behind prompts that are cached already, and the samples."""
+    engine.load(prepared, version=seed, digest="bench")
+    run_to_end(engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
+    requests = requests_for(prompts, sampling, seed)
+    started = time.perf_counter()
+    samples = run_to_end(engine, requests)
+    return time.perf_counter() - started, samples
 
 
 def requests_for(prompts: Prompts, sampling: SamplingParams, seed: int) -> list[RolloutRequest]:
@@ -129,8 +123,11 @@ def record(
     return run_to_end(engine, requests)
 
 
-def ways(loaded: LoadedPolicy, acceptance: str, earlier: Sequence[RolloutSample]) -> list[Way]:
-    """Plain, adaptive and fixed lengths; each with a memory of its own."""
+def ways(
+    loaded: LoadedPolicy, acceptance: str, earlier: Sequence[RolloutSample]
+) -> dict[str, NativeEngine]:
+    """Plain, adaptive and fixed lengths by name; each with a memory of its own, and what it learns
+    stays from run to run."""
 
     def remembering() -> Proposer:
         proposer = Contrary() if acceptance == "adversarial" else HistoryProposer()
@@ -142,13 +139,11 @@ def ways(loaded: LoadedPolicy, acceptance: str, earlier: Sequence[RolloutSample]
         ADAPTIVE: AdaptiveDraftLen(MAX_LEN),
         **{f"fixed {n}": FixedDraftLen(n) for n in FIXED_LENS},
     }
-    return [
-        Way(PLAIN, loaded.engine(proposer=NoProposer(), draft_len=FixedDraftLen(0))),
-        *(
-            Way(name, loaded.engine(proposer=remembering(), draft_len=draft_len))
-            for name, draft_len in lens.items()
-        ),
-    ]
+    drafting = {
+        name: loaded.engine(proposer=remembering(), draft_len=draft_len)
+        for name, draft_len in lens.items()
+    }
+    return {PLAIN: loaded.engine(proposer=NoProposer(), draft_len=FixedDraftLen(0)), **drafting}
 
 
 def measure(
@@ -173,21 +168,22 @@ def measure(
         earlier = recorded[temperature]
         for batch in batches:
             cell = Cell(batch, acceptance)
-            contenders = ways(loaded, acceptance, earlier)
+            engines = ways(loaded, acceptance, earlier)
+            names = list(engines)
             for repeat in range(-1, repeats):
                 tell(f"B={batch}, {acceptance} acceptance: repeat {repeat + 1}/{repeats}")
-                turn = repeat % len(contenders)
+                turn, seed = repeat % len(names), 1 + len(names) + repeat
                 taken: dict[str, list[RolloutSample]] = {}
-                for way in (*contenders[turn:], *contenders[:turn]):
-                    seconds, samples = way.decode(
-                        loaded, prompts[:batch], sampling, seed=1 + len(contenders) + repeat
+                for name in (*names[turn:], *names[:turn]):
+                    seconds, samples = decode(
+                        engines[name], loaded.weights, prompts[:batch], sampling, seed
                     )
-                    taken[way.name] = samples
+                    taken[name] = samples
                     if repeat < 0:
                         continue
                     emitted = sum(len(sample.token_ids) for sample in samples)
-                    cell.tok_s.setdefault(way.name, []).append(emitted / seconds)
-                    if way.name == ADAPTIVE:
+                    cell.tok_s.setdefault(name, []).append(emitted / seconds)
+                    if name == ADAPTIVE:
                         cell.accepted += sum(s.counters.accepted for s in samples)
                         cell.verified += sum(s.counters.verified for s in samples)
                 for name, samples in taken.items():
