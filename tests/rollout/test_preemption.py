@@ -143,10 +143,11 @@ def test_preempted_rows_emit_what_they_do_without_a_cap(name: str, cap: int, bud
 
 
 def test_nobody_is_taken_out_for_a_draft() -> None:
-    """Two rows of 8 tokens fit a cache of 16 entries, their drafts do not."""
+    """Two rows of 8 tokens fit a cache of 16 entries, trees of 8 behind them do not."""
     requests = [request(f"r{i}", (i, i), sized(6), sample_index=i) for i in range(2)]
-    proposer = NgramProposer(min_match=1)
-    options = {"proposer": proposer, "draft_len": 8, "context_len": 16}
+    options = {
+        "proposer": TableTrees(DRAFT), "draft_len": 8, "branching": True, "context_len": 16,
+    }  # fmt: skip
     short = table_engine(TABLE, V, max_cached_tokens=16, **options)
     emitted = run(short, requests)
     assert preemptions(short) == 0
