@@ -4,6 +4,7 @@ The engine belongs to the loop's thread. Everything that comes in waits in an in
 between two rounds; this is what makes a weight swap fall between rounds.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,10 @@ from rollout.errors import RolloutTimeout
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 
 Answer = TypeVar("Answer")
+
+TELL_EVERY_S = 0.25
+"""How old the sums and the explanation of a report may be while no sample ends: working them out takes
+as long as planning a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class EngineLoop:
         self._inbox: list[Callable[[], None]] = []
         self._finished: list[RolloutSample] = []
         self._status = (SpecCounters(), dict[str, float](), engine.version, "")
+        self._told_s = -math.inf
         self._swapped: Future[None] | None = None
         self._failure: BaseException | None = None
         self._stopping = False
@@ -77,9 +83,12 @@ class EngineLoop:
         engine = self._engine
         with self._changed:
             self._finished += samples
-            gauges = dict(engine.gauges())
-            self._status = (engine.counters(), gauges, engine.version, engine.explain())
-            if self._swapped is not None and not self._engine.load_is_due:
+            swapped = self._swapped is not None and not engine.load_is_due
+            if samples or swapped or time.monotonic() > self._told_s + TELL_EVERY_S:
+                gauges = dict(engine.gauges())
+                self._status = (engine.counters(), gauges, engine.version, engine.explain())
+                self._told_s = time.monotonic()
+            if self._swapped is not None and swapped:
                 self._swapped.set_result(None)
                 self._swapped = None
             self._changed.notify_all()

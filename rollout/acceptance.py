@@ -9,18 +9,20 @@ then a row, does better or worse than its cells is a factor, shrunk to 1 while l
 Rates are conditional: of the times the verification got to a depth (Leviathan et al., arXiv:2211.17192,
 section 3.3, with measured rates in place of one constant).
 
-Shapes: B rows, n depths.
+Plain numbers and no arrays: a round has few tokens, and one operation on an array takes as long as ten
+on numbers. Older rounds are forgotten by counting later ones for more.
 """
 
+import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-BANDS = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
+BANDS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)
 """Edges of the bands of estimates."""
-UNAIDED = len(BANDS) + 1
-"""The band of all tokens, for where there is no estimate."""
+NO_ESTIMATE = len(BANDS) + 1
+"""The band of tokens without one (which is NaN, the one number that is not itself)."""
 DEPTHS = 64
 """Depths told apart; deeper ones count as the last."""
 PRIOR_TRIALS = 2.0
@@ -29,86 +31,112 @@ FACTOR_TRIALS = 16.0
 FACTOR_FORGET = 0.995
 FORGET = 0.98
 """Weight that a cell's evidence keeps after the next round that adds to any; a policy moves."""
+MOST_WEIGHT = 1e12
+"""Of a round, against the first; all counts are divided by it then."""
 MOST_FACTORS = 4096
 """Prompts and rows remembered, the most recent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What one round showed of one row's draft."""
+
+    prompt: Hashable
+    row: Hashable
+    chances: Sequence[float]
+    """The proposer's estimates; NaN where it has none."""
+    accepted: Sequence[bool]
+    """Of the tokens that the verification got to, in order."""
 
 
 class Acceptance:
     """Learns from rounds, predicts for drafts."""
 
     def __init__(self) -> None:
-        self._reached = np.zeros((UNAIDED + 1, DEPTHS))
-        self._accepted = np.zeros((UNAIDED + 1, DEPTHS))
+        self._reached = [[0.0] * DEPTHS for _ in range(len(BANDS) + 2)]
+        self._accepted = [[0.0] * DEPTHS for _ in range(len(BANDS) + 2)]
+        """By band, the last for tokens without an estimate, and depth."""
+        self._weight = 1.0
+        """Of what the last round added; each round before it counts for FORGET as much."""
         self._prompts, self._rows = _Factors(), _Factors()
-        self._unaided = np.full(DEPTHS, 0.5)
+        self._unaided: list[tuple[float, float]] | None = None
+        """(rate, trials) by depth where there is no estimate; None until it is asked for."""
 
-    def rates(self, chances: np.ndarray, hope: float = 0.0) -> np.ndarray:
-        """The proposer's estimates [B, n] at depths 0..n-1, NaN where it has none -> rates [B, n];
-        each `hope` standard deviations above its mean."""
-        return self._rates(_cells(chances), chances, hope)
-
-    def _rates(
-        self, cells: tuple[np.ndarray, np.ndarray], chances: np.ndarray, hope: float = 0.0
-    ) -> np.ndarray:
-        bands, depths = cells
-        prior = np.where(bands == UNAIDED, self._unaided[depths], chances)
-        trials = self._reached[bands, depths] + PRIOR_TRIALS
-        rates: np.ndarray = (self._accepted[bands, depths] + PRIOR_TRIALS * prior) / trials
-        if hope:
-            rates += hope * np.sqrt(np.maximum(rates * (1.0 - rates), 0.0) / trials)
-        return rates
-
-    def _learn_unaided(self) -> None:
-        """The prior without an estimate: the rate at the depth before; 1/2 at the first."""
-        rate, prior = 0.5, []
-        counts = zip(self._accepted[UNAIDED].tolist(), self._reached[UNAIDED].tolist())
-        for accepted, reached in counts:
-            prior.append(rate)
-            if reached:
-                rate = (accepted + PRIOR_TRIALS * rate) / (reached + PRIOR_TRIALS)
-        self._unaided = np.array(prior)
-
-    def factors(self, prompts: Sequence[Hashable], rows: Sequence[Hashable]) -> np.ndarray:
-        """[B] what a row's rates are to be multiplied by."""
-        pairs = zip(prompts, rows, strict=True)
-        return np.array(
-            [self._rows.factor(row, self._prompts.factor(prompt, 1.0)) for prompt, row in pairs]
-        )
-
-    def learn(
+    def chain(
         self,
-        prompts: Sequence[Hashable],
-        rows: Sequence[Hashable],
-        chances: np.ndarray,
-        reached: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
-        """One round: estimates [B, n] and, as 0 and 1, where the verification got to [B, n] and what
-        it accepted there [B, n]."""
-        if not reached.any():
+        prompt: Hashable,
+        row: Hashable,
+        chances: Sequence[float],
+        *,
+        hope: float = 0.0,
+        least: float = 0.0,
+    ) -> list[float]:
+        """The chance that a token of a row's draft and all before it are accepted, from the proposer's
+        estimates, NaN where it has none. Rates are taken `hope` standard deviations above their mean;
+        what follows a chance below `least` is left out."""
+        factor = self._rows.factor(row, self._prompts.factor(prompt, 1.0))
+        reached, chain = 1.0, []
+        for depth, chance in enumerate(chances):
+            rate, trials = self._cell(depth, chance)
+            if hope:
+                rate += hope * math.sqrt(max(rate * (1.0 - rate), 0.0) / trials)
+            reached *= min(rate * factor, 1.0)
+            chain.append(reached)
+            if reached < least:
+                break
+        return chain
+
+    def _cell(self, depth: int, chance: float) -> tuple[float, float]:
+        """Rate and the trials that it rests on, prior included."""
+        if chance != chance:
+            return self._without_estimate(depth)
+        band, depth = bisect_left(BANDS, chance), min(depth, DEPTHS - 1)
+        trials = self._reached[band][depth] / self._weight + PRIOR_TRIALS
+        accepted = self._accepted[band][depth] / self._weight
+        return (accepted + PRIOR_TRIALS * chance) / trials, trials
+
+    def _without_estimate(self, depth: int) -> tuple[float, float]:
+        """From all tokens of a depth; the prior is the rate a token earlier, 1/2 at the first."""
+        if self._unaided is None:
+            rate, self._unaided = 0.5, []
+            for accepted, reached in zip(zip(*self._accepted), zip(*self._reached)):
+                if not any(reached):  # nor was any deeper one
+                    break
+                trials = sum(reached) / self._weight + PRIOR_TRIALS
+                rate = (sum(accepted) / self._weight + PRIOR_TRIALS * rate) / trials
+                self._unaided.append((rate, trials))
+        if depth < len(self._unaided):
+            return self._unaided[depth]
+        return (self._unaided[-1][0] if self._unaided else 0.5), PRIOR_TRIALS
+
+    def learn(self, evidence: Sequence[Evidence]) -> None:
+        """One round."""
+        evidence = [one for one in evidence if one.accepted]
+        if not evidence:
             return
-        cells = _cells(chances)
-        expected = (self._rates(cells, chances) * reached).sum(-1)
-        got = (accepted * reached).sum(-1)
-        self._reached *= FORGET
-        self._accepted *= FORGET
-        unaided = np.full_like(cells[0], UNAIDED), cells[1]
-        estimated = reached * (cells[0] != UNAIDED)
-        for into, counted in ((cells, estimated), (unaided, reached)):
-            np.add.at(self._reached, into, counted)
-            np.add.at(self._accepted, into, accepted * counted)
-        self._learn_unaided()
-        for prompt, row, hits, hoped in zip(prompts, rows, got.tolist(), expected.tolist()):
+        expected = [
+            sum(self._cell(depth, one.chances[depth])[0] for depth in range(len(one.accepted)))
+            for one in evidence
+        ]
+        self._weight /= FORGET
+        weight, self._unaided = self._weight, None
+        for one, hoped in zip(evidence, expected):
+            for depth, (chance, hit) in enumerate(zip(one.chances, one.accepted)):
+                band = bisect_left(BANDS, chance) if chance == chance else NO_ESTIMATE
+                depth = min(depth, DEPTHS - 1)
+                self._reached[band][depth] += weight
+                self._accepted[band][depth] += weight * hit
             if hoped:
-                self._prompts.learn(prompt, hits, hoped)
-                self._rows.learn(row, hits, hoped)
+                num_accepted = sum(one.accepted)
+                self._prompts.learn(one.prompt, num_accepted, hoped)
+                self._rows.learn(one.row, num_accepted, hoped)
+        if weight > MOST_WEIGHT:
+            self._rescale()
 
-
-def _cells(chances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(band, depth) [B, n] of each."""
-    bands = np.where(np.isnan(chances), UNAIDED, np.searchsorted(BANDS, chances))
-    depths = np.minimum(np.arange(chances.shape[1]), DEPTHS - 1)
-    return bands, depths[None].repeat(len(chances), 0)
+    def _rescale(self) -> None:
+        for counts in (*self._reached, *self._accepted):
+            counts[:] = [count / self._weight for count in counts]
+        self._weight = 1.0
 
 
 class _Factors:

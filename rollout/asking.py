@@ -15,7 +15,7 @@ from rollout.step_cost import StepCost
 
 CHEAP = 0.06
 """Share of a plain step that asking every row may take for a proposer to be asked always."""
-IDLE = 0.004
+IDLE = 0.002
 """Share of a plain step that asking takes while it does not pay."""
 SMOOTH = 0.1
 """Weight of the last round in running means."""
@@ -43,9 +43,11 @@ class Asking:
         self._rounds = 0
         self._credit, self._turn = 0.0, 0
         """Rows that may be asked though asking does not pay, and whose turn it is."""
+        self._num_asked = 1
+        """Rows in the last round in which any were."""
 
     def cheap(self, num_rows: int, plain_s: float) -> bool:
-        return not self._ask.known or float(self._ask.seconds(num_rows)) <= CHEAP * plain_s
+        return not self._ask.known or self._ask.seconds(num_rows) <= CHEAP * plain_s
 
     @property
     def pays(self) -> bool:
@@ -55,7 +57,7 @@ class Asking:
         """The rows, by index, that are asked in this round though asking does not pay."""
         if not self._ask.known:
             return set(range(num_rows))
-        of_a_row = float(self._ask.seconds(num_rows)) / num_rows
+        of_a_row = self._ask.seconds(self._num_asked) / self._num_asked
         self._credit += IDLE * plain_s / max(of_a_row, 1e-9)
         few = min(int(self._credit), num_rows)
         self._credit = min(self._credit - few, 1.0)
@@ -65,6 +67,7 @@ class Asking:
     def observe(self, round_: RoundCost, cost: StepCost) -> None:
         """Takes in a round in which somebody was asked."""
         asked = round_.asked
+        self._num_asked = len(asked)
         num_new = sum(trial.row.serial not in self._asked for trial in asked)
         self._rounds += 1
         timed = not self._ask.known or self._rounds % TIME_EVERY == 0
@@ -80,7 +83,7 @@ class Asking:
             num_rows, kept = round_.num_rows, round_.num_kept
             saved = 0.0
             if kept:
-                plain_s, drafting_s = (float(cost.seconds(n)) for n in (num_rows, num_rows + kept))
+                plain_s, drafting_s = cost.seconds(num_rows), cost.seconds(num_rows + kept)
                 saved = plain_s * (num_rows + round_.num_accepted) / num_rows - drafting_s
             self._earned.add(saved)
             self._paid.add(round_.propose_seconds)

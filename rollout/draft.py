@@ -115,7 +115,7 @@ def check_draft(draft: Draft, vocab_size: int) -> Draft:
         if not 0 <= token < vocab_size:
             raise InvalidDraft(f"draft token {token}: expected an id in [0, {vocab_size})")
         laws.append(law if isinstance(law, PointMass) else _checked_law(token, law, vocab_size))
-    return replace(draft, laws=tuple(laws))
+    return draft if draft.deterministic else replace(draft, laws=tuple(laws))
 
 
 def _checked_law(token: int, law: SparseLaw | DenseLaw, vocab_size: int) -> SparseLaw | DenseLaw:

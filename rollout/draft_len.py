@@ -22,13 +22,14 @@ was learnt from a request must not choose the lengths of drawn drafts when the s
 again with the same uniforms: the engine drops those (`RolloutRequest.attempt`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from rollout.acceptance import Acceptance
+from rollout.acceptance import Acceptance, Evidence
 from rollout.asking import Asking, Probes
 from rollout.draft import Draft, PointMass
 from rollout.draft_price import DraftPrice
@@ -37,10 +38,12 @@ from rollout.row import Row
 from rollout.step_cost import HOPE, StepCost
 from rollout.tree_yield import TreeYield
 
-REPRICE = 4
-"""Rounds for which a price holds while nothing is scored and the rows are as many."""
+REPRICE = 16
+"""Rounds for which a price holds while as many rows keep as many tokens."""
 CHAINS_PAY = 1.01
 """Speedup of chains by what was offered lately, above which trees are thought of."""
+NEAR = 0.25
+"""Share of its price below which a token will not be worth it soon either."""
 NUM_PRICES = 24
 """Prices that are compared where lengths are planned."""
 
@@ -156,8 +159,12 @@ class AdaptiveDraftLen:
         """Chance at which a token is worth scoring once it is drafted, in this round."""
         self._best_speedup = 1.0
         """Of the best chains over plain decoding, by what was offered lately."""
-        self._plain_s, self._priced_rows, self._age = 0.0, 0, 0
-        """Seconds of a plain step, the rows that prices are for, and the rounds since."""
+        self._plain_s, self._age = 0.0, 0
+        """Seconds of a plain step, and the rounds since it and the price were worked out."""
+        self._priced = 0, 0
+        """Rows, and tokens kept in the round before, that they were worked out for."""
+        self._timed = 0
+        """Tokens of the step that was timed last; another like it says little new."""
         self._asked: set[int] = set()
         """Serials of the rows asked in this round."""
         self._probed: int | None = None
@@ -177,13 +184,13 @@ class AdaptiveDraftLen:
     def choose(
         self, rows: Sequence[Row], *, can_branch: bool = True, draining: bool = False
     ) -> list[int]:
-        num_rows, quiet = len(rows), not self.last.kept
+        num_rows, kept = len(rows), self.last.kept
+        quiet = not kept
         self._branching, self._probed, self._asked = False, None, set()
         self.last = Choice(num_rows)
         if not rows or not self.max_len or not self._cost.known:
             return [0] * num_rows
-        self._worth = straggler_weights(rows) if draining else {}
-        self._price_round(num_rows, quiet)
+        self._price_round(num_rows, kept)
         if (
             can_branch
             and self._trees.nodes
@@ -193,28 +200,32 @@ class AdaptiveDraftLen:
             self._branching = True
             self.last.why, lengths = "trees", [self._trees.nodes] * num_rows
         else:
-            cheap = self._asking.cheap(num_rows, self.last.plain_s)
-            if cheap:
+            if self._asking.cheap(num_rows, self._plain_s):
                 lengths = self._offers(num_rows)
             elif quiet and self._age:  # what was planned last holds as long as its price
                 lengths = [0] * num_rows
             else:
+                self._weigh(rows, draining)
                 lengths = self._planned(rows)
             if quiet and self._probes.due():
                 self._probe(rows, lengths)
-        self._asked = {row.serial for row, length in zip(rows, lengths) if length}
-        self.last.asked = len(self._asked)
+        if any(lengths):
+            self._weigh(rows, draining)
+            self._asked = {row.serial for row, length in zip(rows, lengths) if length}
+            self.last.asked = len(self._asked)
         return lengths
 
-    def _price_round(self, num_rows: int, quiet: bool) -> None:
-        """While nothing is scored a price holds for a few rounds of as many rows: working it out takes
-        a part of a percent of a step."""
+    def _price_round(self, num_rows: int, kept: int) -> None:
+        """A price holds for a few rounds of as many rows and tokens kept."""
         self._age += 1
-        if not quiet or self._priced_rows != num_rows or self._age >= REPRICE:
-            self._priced_rows, self._age = num_rows, 0
-            self._plain_s = float(self._cost.seconds(num_rows))
+        if self._priced != (num_rows, kept) or self._age >= REPRICE:
+            self._priced, self._age = (num_rows, kept), 0
+            self._plain_s = self._cost.seconds(num_rows)
             self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
         self.last.plain_s, self.last.price = self._plain_s, self._cut
+
+    def _weigh(self, rows: Sequence[Row], draining: bool) -> None:
+        self._worth = straggler_weights(rows) if draining and len(rows) > 1 else {}
 
     def _tree_pays(self) -> bool:
         chain_rate = self._best_speedup / self.last.plain_s
@@ -233,23 +244,25 @@ class AdaptiveDraftLen:
         """The lengths of the largest rate, the proposer's own seconds counted in: of all prices and
         depths the pair whose tokens yield most."""
         num_rows = len(rows)
-        unknown = np.full((num_rows, self.max_len), np.nan)
-        value = self._weights(rows) * self._chain(rows, unknown, HOPE)  # [B, n]
-        prices = np.quantile(value, np.linspace(0.0, 1.0, NUM_PRICES))
+        unknown = [math.nan] * self.max_len
+        value = np.array([self._values(row, unknown, hope=HOPE) for row in rows])  # [B, n]
+        ranked = np.sort(value, axis=None)
+        prices = ranked[np.linspace(0, len(ranked) - 1, NUM_PRICES).astype(int)]
         worth = value >= prices[:, None, None]  # [P, B, n]
         drafting = worth.sum(1)  # [P, n] rows that draft so deep
-        step_s = self._asking.draft_step.hoped(np.maximum(drafting, 1)) * (drafting > 0)
-        seconds = self._cost.hoped(num_rows + drafting.cumsum(1)) + step_s.cumsum(1)
+        step_s = self._asking.draft_step.hoped.at(np.maximum(drafting, 1)) * (drafting > 0)
+        seconds = self._cost.hoped.at(num_rows + drafting.cumsum(1)) + step_s.cumsum(1)
         gains = (value * worth).sum(1).cumsum(1)
         rates = (num_rows + gains) / seconds  # [P, n] of drafting up to each depth
         best, depth = np.unravel_index(int(rates.argmax()), rates.shape)
-        self._best_speedup = float(rates[best, depth] * self._cost.hoped(num_rows)) / num_rows
+        self._best_speedup = float(rates[best, depth]) * self._cost.hoped(num_rows) / num_rows
         self.last.why = f"drafting costs {1e3 * step_s[best].max():.1f} ms a token"
         if self._best_speedup <= 1.0:
             self.last.price = 1.0
             return [0] * num_rows
         self.last.price = float(prices[best])
-        return [int(length) for length in worth[best, :, : depth + 1].sum(1)]
+        lengths: list[int] = worth[best, :, : depth + 1].sum(1).tolist()
+        return lengths
 
     def _probe(self, rows: Sequence[Row], lengths: list[int]) -> None:
         """Picks the row to be tried, one that is asked anyway if there is any."""
@@ -265,41 +278,52 @@ class AdaptiveDraftLen:
         self.last.offered = self.last.kept = sum(map(len, drafts))
         if not rows or self._branching or not self._asked:
             return list(drafts)
-        chances, drafted = _chances(drafts)
-        chain = self._chain(rows, chances)  # [B, n]
-        value = self._weights(rows) * chain
-        self._price.offered(value[drafted], sum(row.serial in self._asked for row in rows))
-        worth = (value >= self._cut) & drafted
-        for index, row in enumerate(rows):
+        offered: list[float] = []
+        kept: list[Draft] = []
+        expected = 0.0
+        for row, draft in zip(rows, drafts, strict=True):
+            if not len(draft):
+                kept.append(draft)
+                continue
+            values = self._values(row, _chances(draft), least=NEAR * self._cut)
+            length = sum(value >= self._cut for value in values)
             if row.serial == self._probed:
-                worth[index, : self._probe_len] = drafted[index, : self._probe_len]
-        lengths = worth.sum(1)
-        self._expect(len(rows), int(lengths.sum()), float(chain[worth].sum()))
-        return [draft.truncated(int(n)) for draft, n in zip(drafts, lengths, strict=True)]
+                length = max(length, min(self._probe_len, len(draft)))
+            offered += values
+            expected += sum(values[:length]) / self._weight(row)
+            kept.append(draft.truncated(length))
+        self._price.offered(offered, len(self._asked.intersection(row.serial for row in rows)))
+        self._expect(len(rows), sum(map(len, kept)), expected)
+        return kept
 
     def _expect(self, num_rows: int, kept: int, accepted: float) -> None:
         """Notes what is kept and what it promises."""
-        plain_s, seconds = self._cost.seconds(np.array([num_rows, num_rows + kept]))
+        plain_s, seconds = self._cost.seconds(num_rows), self._cost.seconds(num_rows + kept)
         self.last.kept, self.last.expected = kept, accepted
-        self.last.speedup = float((num_rows + accepted) / num_rows * plain_s / seconds)
+        self.last.speedup = (num_rows + accepted) / num_rows * plain_s / seconds
 
-    def _weights(self, rows: Sequence[Row]) -> np.ndarray:
-        """[B, 1] what a token of each row counts."""
-        return np.array([[self._worth.get(row.serial, 1.0)] for row in rows])
+    def _weight(self, row: Row) -> float:
+        """What a token of the row counts."""
+        return self._worth.get(row.serial, 1.0)
 
-    def _chain(self, rows: Sequence[Row], chances: np.ndarray, hope: float = 0.0) -> np.ndarray:
-        """[B, n] chance that a token and all before it are accepted."""
-        prompts = [row.request.prompt_id for row in rows]
-        factors = self._acceptance.factors(prompts, [row.serial for row in rows])
-        rates = np.clip(self._acceptance.rates(chances, hope) * factors[:, None], 0.0, 1.0)
-        chain: np.ndarray = np.cumprod(rates, axis=1)
-        return chain
+    def _values(
+        self, row: Row, chances: Sequence[float], *, hope: float = 0.0, least: float = 0.0
+    ) -> list[float]:
+        """What each token of a draft is worth: the chance that it and all before it are accepted, times
+        what a token of the row counts. It never rises; behind a value below `least` the rest is left
+        out."""
+        weight = self._weight(row)
+        chain = self._acceptance.chain(
+            row.request.prompt_id, row.serial, chances, hope=hope, least=least / weight
+        )
+        return chain if weight == 1.0 else [weight * chance for chance in chain]
 
     # ---- after the round ------------------------------------------------------------------
 
     def observe(self, round_: RoundCost) -> None:
         drafted = bool(round_.asked)
-        if round_.plain_tokens and (drafted or not self._cost.known or not self._age):
+        if round_.plain_tokens and (round_.scored_tokens != self._timed or not self._age):
+            self._timed = round_.scored_tokens
             self._cost.add(round_.scored_tokens, round_.seconds)
         if self.last.plain_s:
             self._note()
@@ -322,25 +346,17 @@ class AdaptiveDraftLen:
             self._sums[f"draft/{name}"] += value
 
     def _learn(self, trials: Sequence[Trial]) -> None:
-        known = [trial for trial in trials if len(trial.draft) and trial.next_token is not None]
-        if not known:
-            return
-        chances, _ = _chances([trial.draft for trial in known])
-        reached, accepted = np.zeros(chances.shape), np.zeros(chances.shape)
-        for index, trial in enumerate(known):
-            got = trial.accepted_len
-            accepted[index, :got] = 1
-            reached[index, : min(got + 1, trial.kept_len)] = 1
-            cut_off = trial.draft.laws[got : got + 1] if got == trial.kept_len else ()
-            if any(isinstance(law, PointMass) for law in cut_off):
-                reached[index, got] = 1
-                accepted[index, got] = trial.next_token == trial.draft.token_ids[got]
         self._acceptance.learn(
-            [trial.row.request.prompt_id for trial in known],
-            [trial.row.serial for trial in known],
-            chances,
-            reached,
-            accepted,
+            [
+                Evidence(
+                    trial.row.request.prompt_id,
+                    trial.row.serial,
+                    _chances(trial.draft),
+                    _seen(trial),
+                )
+                for trial in trials
+                if len(trial.draft) and trial.next_token is not None
+            ]
         )
 
     def gauges(self) -> Mapping[str, float]:
@@ -353,18 +369,25 @@ class AdaptiveDraftLen:
 def straggler_weights(rows: Sequence[Row]) -> dict[int, float]:
     """What a row's tokens count while nobody waits, by serial: a step ends when its longest row ends,
     so rows that may still become long count more, up to 4 times as much as others; mean 1."""
-    left = np.array([max(1, row.remaining_len) for row in rows], dtype=float)
-    weights = np.clip(left / left.mean(), 0.5, 2.0)
-    shares = (weights / weights.mean()).tolist()
-    return {row.serial: share for row, share in zip(rows, shares, strict=True)}
+    left = [max(1, row.remaining_len) for row in rows]
+    mean_left = sum(left) / len(rows)
+    weights = [min(max(num / mean_left, 0.5), 2.0) for num in left]
+    mean = sum(weights) / len(rows)
+    return {row.serial: weight / mean for row, weight in zip(rows, weights)}
 
 
-def _chances(drafts: Sequence[Draft]) -> tuple[np.ndarray, np.ndarray]:
-    """Estimates [B, n], NaN without one, and whether there is a token [B, n]."""
-    shape = len(drafts), max(map(len, drafts), default=0)
-    chances, drafted = np.full(shape, np.nan), np.zeros(shape, dtype=bool)
-    for index, draft in enumerate(drafts):
-        drafted[index, : len(draft)] = True
-        if draft.chances is not None:
-            chances[index, : len(draft)] = draft.chances
-    return chances, drafted
+def _chances(draft: Draft) -> Sequence[float]:
+    """The proposer's estimates, NaN where there is none."""
+    return (math.nan,) * len(draft) if draft.chances is None else draft.chances
+
+
+def _seen(trial: Trial) -> list[bool]:
+    """What became of the tokens that the verification got to, in order; behind a draft that was cut and
+    accepted whole also of the next one, if it was named: the token emitted there was drawn from the
+    target law, so it equals a named one as often as that would have been accepted."""
+    draft, got = trial.draft, trial.accepted_len
+    if got < trial.kept_len:
+        return [True] * got + [False]
+    if got < len(draft) and isinstance(draft.laws[got], PointMass):
+        return [True] * got + [trial.next_token == draft.token_ids[got]]
+    return [True] * got

@@ -8,6 +8,7 @@ but keep it" is possible here, "and drop it" is not: that would bend the emitted
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -39,6 +40,13 @@ class Drafting:
         accepted, NaN for none."""
         self._add(token, POINT_MASS, chance)
 
+    def points(self, tokens: Sequence[int], chances: Sequence[float]) -> None:
+        """Adds several as `point` does."""
+        assert len(tokens) == len(chances) and len(tokens) <= self.room, "one chance each, and room"
+        self._token_ids += tokens
+        self._laws += [POINT_MASS] * len(tokens)
+        self._chances += chances
+
     def sample(self, law: SparseLaw | DenseLaw, chance: float = math.nan) -> int:
         """Draws the next token from `law`, adds and returns it; `chance` is the estimate, made before
         the draw, that whatever is drawn will be accepted."""
@@ -55,7 +63,8 @@ class Drafting:
         self._chances.append(chance)
 
     def done(self) -> Draft:
-        chances = None if all(map(math.isnan, self._chances)) else tuple(self._chances)
+        unsaid = all(chance != chance for chance in self._chances)  # NaN is not itself
+        chances = None if unsaid else tuple(self._chances)
         return Draft(tuple(self._token_ids), tuple(self._laws), chances=chances)
 
 

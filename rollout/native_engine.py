@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -219,7 +220,7 @@ class NativeEngine:
                 )
         return self._drain()
 
-    @property
+    @cached_property  # asking a protocol takes as long as planning a round
     def _can_branch(self) -> bool:
         return isinstance(self.proposer, TreeProposer)
 

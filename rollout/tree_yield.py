@@ -21,7 +21,7 @@ class TreeYield:
         use = self._rounds_without > self._every
         if not use and self._rows:
             scored = num_rows * self._scored / self._rows
-            use = self._emitted / self._rows / float(cost.seconds(scored)) > chain_rate
+            use = self._emitted / self._rows / cost.seconds(scored) > chain_rate
         if use:
             self._rounds_without = 0
         return use

@@ -42,6 +42,7 @@ import torch
 from actors.engine_spec import EngineSpec, make_policy, pack_folder
 from proposers.history import HistoryProposer
 from proposers.history_law import DRAWS
+from recipes.recorded_rollouts import Recording, Rollout
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_tokenizer
 from rollout.draft import NO_DRAFT, Draft, PointMass, SparseLaw
@@ -51,7 +52,7 @@ from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.streams import SeededDraws
 from rollout.verdict import Verdict
-from scripts.record_rollouts import Recording, Rollout, make_prompts, record, tell
+from scripts.record_rollouts import make_prompts, record, tell
 
 INSTALL = "pip install --no-deps arctic-inference"
 TEMPERATURES = (1.0, 0.7)

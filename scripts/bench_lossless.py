@@ -3,18 +3,20 @@
 Lossless mode (the quantised weights draft, full precision verifies) and plain full precision run in
 turn on the same prompts and seeds, T=1; prompts are cached before the clock starts. Beside it: what a
 learner would see of the recorded log-probabilities, as k3 = mean(r - 1 - log r) with r the ratio of
-Hugging Face's float32 law to the recorded one, for lossless rollouts and for plain ones.
+Hugging Face's float32 law to the recorded one: for lossless rollouts, and for those of plain full
+precision, which says how far two right forwards are apart.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engine_spec import EngineSpec, make_engine, pack_folder
+from actors.engine_spec import EngineSpec
 from proposers.none import NoProposer
 from quant.formats import FormatName
 from rollout.draft_len import FixedDraftLen
@@ -22,6 +24,7 @@ from rollout.request import RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts
 from scripts.bench_never_loses import decode
+from scripts.bench_ours import LoadedPolicy
 
 FORMATS_TRIED: tuple[FormatName, ...] = ("int8_w8a16", "int8_w8a8")
 
@@ -80,14 +83,10 @@ def measure(
             context_len=context_len,
             dtype="float32",
         )
-        lossless = make_engine(spec)
-        prepared = lossless.prepare(pack_folder(spec))
-        plain_spec = replace(spec, proposer="none")
-        plain = make_engine(
-            plain_spec,
-            policy=lossless.policy,
-            proposer=NoProposer(),
-            draft_len=FixedDraftLen(0),
+        loaded = LoadedPolicy.make(spec)
+        lossless = loaded.engine()
+        plain = replace(loaded, spec=replace(spec, proposer="none")).engine(
+            proposer=NoProposer(), draft_len=FixedDraftLen(0)
         )
         for batch in batches:
             cell = LosslessCell(batch, format_)
@@ -96,13 +95,11 @@ def measure(
                 tell(f"lossless, {format_}, B={batch}: repeat {repeat + 1}/{repeats}")
                 engines = [("plain", plain), ("lossless", lossless)]
                 for name, engine in engines if repeat % 2 else engines[::-1]:
-                    seconds, samples = decode(
-                        engine, prepared, prompts[:batch], sampling, seed=2 + repeat
-                    )
+                    run = decode(engine, loaded.weights, prompts[:batch], sampling, seed=2 + repeat)
                     if repeat < 0:
                         continue
-                    (cell.plain_s if name == "plain" else cell.lossless_s).append(seconds)
-                    taken[name] += samples
+                    (cell.plain_s if name == "plain" else cell.lossless_s).append(run.seconds)
+                    taken[name] += run.samples
             for sample in taken["lossless"]:
                 cell.counters.add(sample.counters)
             cell.k3, cell.k3_plain = (_k3(model, taken[name]) for name in ("lossless", "plain"))
@@ -122,3 +119,26 @@ def _k3(model: torch.nn.Module, samples: Sequence[RolloutSample]) -> float:
         log_ratio = law.double() - torch.tensor(sample.logprobs, dtype=torch.float64)
         terms += (log_ratio.exp() - 1 - log_ratio).tolist()
     return statistics.fmean(terms)
+
+
+def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The better format of each batch size, and the worst mismatch of any cell."""
+    speedup: dict[int, float] = {}
+    for cell in cells:
+        speedup[cell["batch"]] = max(cell["speedup"], speedup.get(cell["batch"], 0.0))
+    return {
+        "speedup": speedup,
+        "k3": max(cell["k3"] for cell in cells),
+        "k3_plain": max(cell["k3_plain"] for cell in cells),
+        "cells": list(cells),
+    }
+
+
+def text(cells: Sequence[dict[str, Any]]) -> list[str]:
+    """For people."""
+    return [
+        f"lossless, {cell['format']} drafts, B={cell['batch']}: {cell['speedup']:.2f}x plain full "
+        f"precision, {cell['tokens_per_target_step']:.1f} tokens per target step, k3 "
+        f"{cell['k3']:.1e} (plain {cell['k3_plain']:.1e})"
+        for cell in cells
+    ]

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
 """What proposers and draft lengths earn: never less than plain decoding, and how much more where.
 
-    python scripts/bench_proposers.py [--parts never_loses,makespan,lossless] [--batches 1,2,4,8,16,32]
-        [--tokens 48] [--repeats 2] [--quant int8_w8a16] [--out bench] [--quick] [--json]
+    python scripts/bench_proposers.py [--parts never_loses,makespan,lossless,history,mtp]
+        [--batches 1,2,4,8,16,32] [--tokens 48] [--repeats 2] [--quant int8_w8a16] [--out bench]
+        [--again] [--quick] [--json]
 
 Regime: SmolLM2-135M, T=1 unless said, default kernels; all ways to draft alternate on the same prompts
 and seeds within one run, ratios are medians of ratios within a repeat. Where drafts name tokens every
@@ -11,19 +12,22 @@ run has to emit plain decoding's tokens, else the exit code is 1. The parts, des
     never_loses  batch sizes x {high, low, adversarial} acceptance: the adaptive length against plain
                  decoding and against the best fixed length of the cell (`bench_never_loses.py`)
     makespan     whole rollout steps of natural length after 20 steps of GRPO, which are trained first
-                 and kept in --out (`bench_makespan.py`)
+                 and kept in --out; one row at a time beside it (`bench_makespan.py`)
     lossless     quantised weights drafting for full precision (`bench_lossless.py`)
+    history      the history proposer alone, in a process of its own (`bench_history.py`)
+    mtp          a head trained on recorded rollouts, in a process of its own (`bench_mtp.py`)
 
-`bench_history.py` measures the history proposer alone. Not measured: MTP heads, which this project does
-not have yet; several actors; GPUs.
+What a part, and of the first each cell, has measured is kept in --out and not measured again by a call
+with the same settings at the same commit, so an interrupted benchmark goes on; --again measures anew.
+Not measured: several actors; GPUs.
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,87 +44,170 @@ from actors.engine_spec import EngineSpec, make_policy
 from recipes.passport import machine, project_state, versions
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_tokenizer
+from scripts import bench_lossless, bench_makespan, bench_never_loses
 from scripts.bench_engine import make_prompts, make_tell
 from scripts.bench_exact import Inexact
-from scripts.bench_lossless import LosslessCell
-from scripts.bench_lossless import measure as measure_lossless
-from scripts.bench_makespan import MAX_TOKENS, NUM_PROMPTS, NUM_SAMPLES, Makespan, train
-from scripts.bench_makespan import measure as measure_makespan
-from scripts.bench_never_loses import ADAPTIVE, PLAIN, Cell
-from scripts.bench_never_loses import measure as measure_cells
+from scripts.bench_kept import Kept
 from scripts.bench_ours import LoadedPolicy
 
-PARTS = ("never_loses", "makespan", "lossless")
-RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
+Tell = Callable[[str], None]
+
+SCRIPTS = Path(__file__).resolve().parent
+RECIPE = SCRIPTS.parent / "recipes" / "quickstart.yaml"
 EARLIER = 8
+LOSSLESS_BATCHES = (1, 2, 4)
 MAKESPAN_CONTEXT = 384
+QUICK_HISTORY = ("--prompts", "3", "--held-out", "1", "--samples", "64", "--length", "64")
+QUICK_MTP = ("--parts", "recorded", "--steps", "2")
+"""Of `bench_history.py` and `bench_mtp.py`, for a trial."""
+HISTORY_KEYS = ("vs_arctic_t1", "vs_arctic_t07", "propose_us", "observe_us", "bytes_per_token")
+MTP_KEYS = ("rate_depth1", "train_minutes", "online_gain_points")
+NO_ARCTIC = "arctic-inference is not installed, so nothing was compared with it"
 
 
-@dataclass(slots=True)
-class Results:
-    """What was measured; empty for parts that were not asked for."""
+class Failed(Exception):
+    """A part that runs in a process of its own did not end well."""
 
-    cells: list[Cell] = field(default_factory=list)
-    makespan: Makespan | None = None
-    lossless: list[LosslessCell] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        if self.cells:
-            result["never_loses"] = {
-                "min_vs_plain": min(cell.vs_plain for cell in self.cells),
-                "min_vs_best_fixed": min(cell.vs_best_fixed for cell in self.cells),
-                "cells": [cell.to_json() for cell in self.cells],
-            }
-        if self.makespan is not None:
-            result["makespan_speedup"] = self.makespan.speedup
-            result["makespan"] = {
-                "plain_s": self.makespan.plain_s,
-                "speculative_s": self.makespan.speculative_s,
-                "tokens_per_target_step": self.makespan.counters.tokens_per_target_step,
-                "acceptance_rate": self.makespan.counters.acceptance_rate,
-                "lengths": sorted(self.makespan.lengths),
-            }
-        if self.lossless:
-            best = {
-                cell.batch: max(
-                    (c for c in self.lossless if c.batch == cell.batch), key=lambda c: c.speedup
-                )
-                for cell in self.lossless
-            }
-            result["lossless"] = {
-                "speedup": {batch: cell.speedup for batch, cell in best.items()},
-                "k3": max(cell.k3 for cell in self.lossless),
-                "k3_plain": max(cell.k3_plain for cell in self.lossless),
-                "cells": [cell.to_json() for cell in self.lossless],
-            }
-        return result
+def never_loses(arguments: argparse.Namespace, kept: Kept, tell: Tell) -> list[dict[str, Any]]:
+    prompts = make_prompts(max(arguments.batches), read_tokenizer(model_folder("smollm2")))
+    return bench_never_loses.measure(
+        LoadedPolicy.make(_spec(arguments, prompts)),
+        prompts,
+        batches=arguments.batches,
+        num_tokens=arguments.tokens,
+        num_earlier=2 if arguments.quick else EARLIER,
+        repeats=arguments.repeats,
+        kept=kept,
+        tell=tell,
+    )
 
-    def text(self) -> str:
-        """For people."""
-        lines = []
-        if self.cells:
-            lines.append("adaptive draft length / plain, / best fixed length (which):")
-        for cell in self.cells:
-            name, rate = cell.best_fixed
-            lines.append(
-                f"  B={cell.batch:<3}{cell.acceptance:12} {cell.median(PLAIN):7.1f} tok/s plain, "
-                f"{cell.median(ADAPTIVE):7.1f} adaptive: {cell.vs_plain:5.2f}  "
-                f"{cell.vs_best_fixed:5.2f} ({name}, {rate:.1f})"
-            )
-        if (step := self.makespan) is not None:
-            lines.append(
-                f"makespan of {NUM_PROMPTS} x {NUM_SAMPLES} rollouts of up to {MAX_TOKENS} tokens: "
-                f"{step.speedup:.2f}x plain, {step.counters.tokens_per_target_step or 0:.2f} tokens "
-                "per target step"
-            )
-        lines += [
-            f"lossless, {cell.format} drafts, B={cell.batch}: {cell.speedup:.2f}x plain full "
-            f"precision, {cell.counters.tokens_per_target_step or 0:.1f} tokens per target step, "
-            f"k3 {cell.k3:.1e} (plain {cell.k3_plain:.1e})"
-            for cell in self.lossless
-        ]
-        return "\n".join(lines)
+
+def makespan(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
+    weights = bench_makespan.trained_weights(_trained_run(arguments, tell))
+    spec = EngineSpec(
+        str(model_folder("smollm2")),
+        mode=_mode(arguments),
+        format=arguments.quant,
+        context_len=MAKESPAN_CONTEXT,
+    )
+    return bench_makespan.measure(
+        make_policy(spec), spec, weights, arguments.repeats, tell
+    ).to_json()
+
+
+def lossless(arguments: argparse.Namespace, tell: Tell) -> list[dict[str, Any]]:
+    folder = model_folder("smollm2")
+    batches = LOSSLESS_BATCHES[:1] if arguments.quick else LOSSLESS_BATCHES
+    prompts = make_prompts(max(batches), read_tokenizer(folder))
+    cells = bench_lossless.measure(
+        folder,
+        prompts,
+        batches=batches,
+        num_tokens=arguments.tokens,
+        context_len=_context_len(arguments, prompts),
+        repeats=arguments.repeats,
+        tell=tell,
+    )
+    return [cell.to_json() for cell in cells]
+
+
+def history(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
+    tell("the history proposer alone, in a process of its own")
+    found = _run_script("bench_history.py", QUICK_HISTORY if arguments.quick else ())
+    told = {key: found[key] for key in (*HISTORY_KEYS, "accepted", "positions", "tokens_stored")}
+    return told if told["vs_arctic_t1"] is not None else {**told, "why_null": NO_ARCTIC}
+
+
+def mtp(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
+    tell("an MTP head, in a process of its own")
+    if arguments.quick:
+        return _run_script("bench_mtp.py", QUICK_MTP)
+    return _run_script("bench_mtp.py", ("--run", str(_trained_run(arguments, tell))))
+
+
+def whole(measure: Callable[[argparse.Namespace, Tell], Any], name: str) -> "Part":
+    """A part that is kept as one; the cells of `never_loses` are kept one by one."""
+    return lambda arguments, kept, tell: kept.find_or(name, lambda: measure(arguments, tell))
+
+
+Part = Callable[[argparse.Namespace, Kept, Tell], Any]
+PARTS: dict[str, Part] = {
+    "never_loses": never_loses,
+    "makespan": whole(makespan, "makespan"),
+    "lossless": whole(lossless, "lossless"),
+    "history": whole(history, "history"),
+    "mtp": whole(mtp, "mtp"),
+}
+
+
+def _spec(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> EngineSpec:
+    return EngineSpec(
+        str(model_folder("smollm2")),
+        mode=_mode(arguments),
+        format=arguments.quant,
+        num_slots=max(arguments.batches),
+        context_len=_context_len(arguments, prompts),
+    )
+
+
+def _mode(arguments: argparse.Namespace) -> Any:
+    return "full" if arguments.quant == "none" else "quantised"
+
+
+def _context_len(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> int:
+    """Room for prompt, new tokens and drafts, in whole pages."""
+    return 64 * -(-(max(map(len, prompts)) + arguments.tokens + 40) // 64)
+
+
+def _trained_run(arguments: argparse.Namespace, tell: Tell) -> Path:
+    tell("training the quickstart's policy for 20 steps, unless --out has it")
+    return bench_makespan.trained_run(arguments.out / "makespan", RECIPE)
+
+
+def _run_script(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """What another benchmark tells on its last line; its progress goes where ours does."""
+    command = [sys.executable, str(SCRIPTS / name), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise Failed(f"{name} ended with code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def to_json(results: dict[str, Any]) -> dict[str, Any]:
+    """The numbers that are asked for first, parts that were not run left out."""
+    told: dict[str, Any] = {}
+    if cells := results.get("never_loses"):
+        told["never_loses"] = bench_never_loses.summary(cells)
+    if step := results.get("makespan"):
+        told["makespan_speedup"] = step["speedup"]
+        told["tokens_per_target_step_b1"] = step["tokens_per_target_step_b1"]
+        told["makespan"] = step
+    if cells := results.get("lossless"):
+        told["lossless"] = bench_lossless.summary(cells)
+    return told | {part: results[part] for part in ("history", "mtp") if part in results}
+
+
+def text(results: dict[str, Any]) -> str:
+    """For people."""
+    lines: list[str] = []
+    for part, told_by in (
+        ("never_loses", bench_never_loses.text),
+        ("makespan", bench_makespan.text),
+        ("lossless", bench_lossless.text),
+    ):
+        if part in results:
+            lines += told_by(results[part])
+    for part, keys in (("history", HISTORY_KEYS), ("mtp", MTP_KEYS)):
+        if part in results:
+            told = (f"{key} {_short(results[part][key])}" for key in keys)
+            lines.append(f"{part}: {', '.join(told)}")
+    return "\n".join(lines)
+
+
+def _short(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3g}"
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -133,6 +220,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--quant", default="int8_w8a16", choices=("none", "int8_w8a16", "int8_w8a8")
     )
     parser.add_argument("--out", type=Path, default=Path("bench"), help="folder of results")
+    parser.add_argument("--again", action="store_true", help="measure what --out has anew")
     parser.add_argument("--quick", action="store_true", help="a trial: says that it runs, no more")
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     arguments = parser.parse_args(words)
@@ -150,65 +238,32 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> Results:
-    tell = make_tell()
-    folder = model_folder("smollm2")
-    prompts = make_prompts(max(arguments.batches), read_tokenizer(folder))
-    context_len = 64 * -(-(max(map(len, prompts)) + arguments.tokens + 40) // 64)
-    results = Results()
-    spec = EngineSpec(
-        str(folder),
-        mode="full" if arguments.quant == "none" else "quantised",
-        format=arguments.quant,
-        num_slots=max(arguments.batches),
-        context_len=context_len,
-    )
-    if "never_loses" in arguments.parts:
-        results.cells = measure_cells(
-            LoadedPolicy.make(spec),
-            prompts,
-            batches=arguments.batches,
-            num_tokens=arguments.tokens,
-            num_earlier=2 if arguments.quick else EARLIER,
-            repeats=arguments.repeats,
-            tell=tell,
-        )
-    if "lossless" in arguments.parts:
-        results.lossless = measure_lossless(
-            folder,
-            make_prompts(4, read_tokenizer(folder)),
-            batches=tuple(b for b in (1, 2, 4) if not arguments.quick or b == 1),
-            num_tokens=arguments.tokens,
-            context_len=context_len,
-            repeats=arguments.repeats,
-            tell=tell,
-        )
-    if "makespan" in arguments.parts:
-        tell("training the quickstart's policy for 20 steps, unless --out has it")
-        weights = train(arguments.out / "makespan", RECIPE)
-        wide = EngineSpec(
-            str(folder), mode=spec.mode, format=spec.format, context_len=MAKESPAN_CONTEXT
-        )
-        results.makespan = measure_makespan(
-            make_policy(wide), wide, weights, arguments.repeats, tell
-        )
+def run(arguments: argparse.Namespace, settings: dict[str, Any], tell: Tell) -> dict[str, Any]:
+    """What each part found, or had found before."""
+    kept = Kept(arguments.out / "proposers", settings | {"commit": project_state()["commit"]})
+    if arguments.again:
+        kept.forget()
+    results: dict[str, Any] = {}
+    for number, part in enumerate(arguments.parts, start=1):
+        tell(f"part {number} of {len(arguments.parts)}: {part}")
+        results[part] = PARTS[part](arguments, kept, tell)
     tell("")
     return results
 
 
 def main() -> None:
     arguments = parse()
+    settings = {n: getattr(arguments, n) for n in ("tokens", "repeats", "quant", "quick")}
     try:
-        results = run(arguments)
-    except Inexact as error:
+        results = run(arguments, settings, make_tell())
+    except (Inexact, Failed) as error:
         sys.exit(f"bench_proposers: {error}")
     about = {"machine": machine(), "project": project_state(), "versions": versions()}
-    settings = {n: getattr(arguments, n) for n in ("tokens", "repeats", "quant", "quick")}
-    as_json = json.dumps({**results.to_json(), "settings": settings, **about})
+    as_json = json.dumps({**to_json(results), "settings": settings, **about})
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "proposers.json").write_text(as_json + "\n")
     if not arguments.json:
-        print(results.text())
+        print(text(results))
         if arguments.quick:
             print("a trial (--quick): these numbers say that it runs, no more")
     print(as_json)

@@ -50,9 +50,13 @@ struct Occurrence {
 
 constexpr int BLOCK = 64;
 
-// A bit for each of BLOCK tokens that is the one wanted.
-inline uint64_t places_of(int32_t wanted, const int32_t* tokens) {
+// A bit for each of the first BLOCK of `num` tokens that is the one wanted.
+inline uint64_t places_of(int32_t wanted, const int32_t* tokens, int64_t num) {
   uint64_t places = 0;
+  if (num < BLOCK) {
+    for (int i = 0; i < num; i++) places |= uint64_t(tokens[i] == wanted) << i;
+    return places;
+  }
 #if defined(__AVX2__)
   const __m256i all = _mm256_set1_epi32(wanted);
   for (int i = 0; i < BLOCK; i += 8) {
@@ -111,18 +115,17 @@ class Law {
   void search(const Prompt& prompt, const Line& line, const int32_t* context, int32_t length,
               double weight, const Options& options) {
     const int32_t last = context[length - 1];
-    const int32_t* tokens = line.tokens;
     int64_t end = line.length - 1;  // tokens[end - 1] is the last that something follows
-    for (; end >= BLOCK; end -= BLOCK) {
-      uint64_t places = places_of(last, tokens + end - BLOCK);
+    for (; end > 0; end -= BLOCK) {
+      const int64_t begin = std::max<int64_t>(0, end - BLOCK);
+      uint64_t places = places_of(last, line.tokens + begin, line.length - begin);
+      if (end < BLOCK) places &= (uint64_t(1) << end) - 1;
       while (places) {
         const int64_t place = 63 - std::countl_zero(places);
         places ^= uint64_t(1) << place;
-        match(prompt, line, context, length, end - BLOCK + place, weight, options);
+        match(prompt, line, context, length, begin + place, weight, options);
       }
     }
-    for (int64_t at = end - 1; at >= 0; at--)
-      if (tokens[at] == last) match(prompt, line, context, length, at, weight, options);
     if (prompt.tail_len && prompt.tail[prompt.tail_len - 1] == last)
       match(prompt, line, context, length, -1, weight, options);
   }

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from actors import engine_loop
 from actors.engine_loop import EngineLoop
 from rollout.errors import InvalidRequest, RolloutTimeout
 from rollout.request import RolloutSample
@@ -119,6 +120,28 @@ def test_aborted_requests_hand_back_what_they_have() -> None:
     by_id = {s.request.id: s for s in collect(loop, 5)}
     assert by_id["r4"].finish_reason == "abort"
     assert len(by_id["r0"].token_ids) == 40
+    loop.stop()
+
+
+def test_the_report_of_a_sample_counts_all_of_its_tokens() -> None:
+    loop = loop_of()
+    loop.submit([request(sampling=SamplingParams(max_new_tokens=30))])
+    report = loop.collect(LIMIT_S)
+    assert [len(sample.token_ids) for sample in report.samples] == [30]
+    assert report.counters.emitted == 30 and report.gauges["count/rounds"] == 30
+    loop.stop()
+
+
+def test_reports_are_not_worked_out_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_loop, "TELL_EVERY_S", 1e9)
+    engine, told = table_engine(random_table(V, 1, seed=0), V), []
+    explain = engine.explain
+    engine.explain = lambda: told.append(1) or explain()  # type: ignore[func-returns-value, method-assign]
+    loop = loop_of(engine)
+    loop.submit([request(sampling=SamplingParams(max_new_tokens=50))])
+    loop.collect(LIMIT_S)
+    assert engine.gauges()["count/rounds"] == 50
+    assert len(told) == 2  # behind the first round and behind the one in which the sample ended
     loop.stop()
 
 

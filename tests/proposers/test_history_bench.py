@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.recorded_rollouts import Recording, Rollout
 from rollout.draft import NO_DRAFT, Draft, SparseLaw
 from scripts.bench_history import expected_accepted, history_reading, make_corpus
-from scripts.record_rollouts import Recording, Rollout
 
 SOME = (
     Rollout((10, 11, 12), (-0.5, -0.25, -0.125)),

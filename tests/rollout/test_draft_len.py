@@ -295,8 +295,8 @@ def test_a_draining_batch_spends_its_tokens_on_the_rows_it_waits_for() -> None:
         drafts = [Draft((1,) * n, (POINT_MASS,) * n, chances=(0.75,) * n) for n in lengths]
         return [len(draft) for draft in chooser.keep(live, drafts)]
 
-    evenly = [kept(draining=False) for _ in range(4)]  # some rows are asked in each round
-    draining = [kept(draining=True) for _ in range(4)]
+    evenly = [kept(draining=False) for _ in range(16)]  # some rows are asked in each round
+    draining = [kept(draining=True) for _ in range(16)]
     last = max(lens[-1] for lens in draining)
     assert last > max(max(lens[:-1]) for lens in draining)
     assert last > max(lens[-1] for lens in evenly)

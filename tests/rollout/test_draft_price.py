@@ -1,13 +1,14 @@
 """The price keeps the tokens that a search over all of them would keep."""
 
+import math
 import random
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from rollout.draft_price import NUM_BINS, DraftPrice
-from rollout.step_cost import KNOTS, StepCost
+from rollout.draft_price import FORGET, MOST_WEIGHT, NUM_BINS, DraftPrice
+from rollout.step_cost import KNOTS, NUM_KNOTS, StepCost
 
 Curve = Callable[[np.ndarray], np.ndarray]
 
@@ -17,11 +18,8 @@ class KnownCost(StepCost):
 
     def __init__(self, curve: Curve) -> None:
         super().__init__()
-        self._mean, self._covariance, self.known = (
-            curve(KNOTS),
-            np.zeros((len(KNOTS), len(KNOTS))),
-            True,
-        )
+        self._mean, self._covariance = curve(KNOTS), np.zeros((NUM_KNOTS, NUM_KNOTS))
+        self.known = True
 
 
 def line(fixed: float, per_token: float) -> StepCost:
@@ -64,7 +62,7 @@ def test_no_set_of_tokens_beats_those_above_the_price(seed: int) -> None:
     price.offered(chances, num_rows)
     kept = np.sort(chances[chances >= price.price(num_rows, cost)[0]])
     ranked = np.sort(chances)[::-1]
-    rates = (num_rows + np.concatenate([[0.0], ranked.cumsum()])) / cost.seconds(
+    rates = (num_rows + np.concatenate([[0.0], ranked.cumsum()])) / cost.seconds.at(
         num_rows + np.arange(len(ranked) + 1)
     )
     rate = (num_rows + kept.sum()) / cost.seconds(num_rows + len(kept))
@@ -91,6 +89,15 @@ def test_offers_are_forgotten() -> None:
     for _ in range(100):
         price.offered(np.zeros(0), 1)
     assert price.price(1, line(1.0, 0.1))[1] == pytest.approx(1.0, abs=0.01)
+
+
+def test_prices_do_not_depend_on_how_long_ago_counting_began() -> None:
+    """Weights grow without end, so counts are divided now and then."""
+    price, chain, seen = DraftPrice(), 0.8 ** np.arange(1, 13), []
+    for _ in range(2 + int(math.log(MOST_WEIGHT) / -math.log(FORGET))):
+        price.offered(chain, 1)
+        seen.append(price.price(1, line(0.9, 0.1)))
+    assert seen[100:] == [pytest.approx(seen[100])] * len(seen[100:])
 
 
 def test_chances_beyond_one_count_as_certain() -> None:

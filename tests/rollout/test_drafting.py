@@ -81,12 +81,24 @@ def test_weights_become_a_law_over_their_ids_in_order() -> None:
 
 def test_a_draft_can_be_grown_and_finished_and_nothing_else() -> None:
     public = {name for name in dir(Drafting) if not name.startswith("_")}
-    assert public == {"room", "token_ids", "point", "sample", "done"}
+    assert public == {"room", "token_ids", "point", "points", "sample", "done"}
     drafting = Drafting(row(), 2)
     for name in ("room", "token_ids"):
         with pytest.raises(AttributeError):
             setattr(drafting, name, ())
     assert isinstance(drafting.token_ids, tuple)
+
+
+def test_points_at_once_are_points_one_by_one() -> None:
+    at_once, one_by_one = Drafting(row(), 3), Drafting(row(), 3)
+    at_once.points([4, 5], [0.5, 0.25])
+    for token, chance in ((4, 0.5), (5, 0.25)):
+        one_by_one.point(token, chance)
+    assert at_once.done() == one_by_one.done()
+    for tokens, chances in (([6, 7], [0.5, 0.5]), ([6], [])):
+        with pytest.raises(AssertionError, match="one chance each"):
+            at_once.points(tokens, chances)
+    assert len(at_once.done()) == 2
 
 
 def test_what_was_drawn_stays_whatever_comes_after() -> None:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 
 from rollout.step_cost import StepCost
@@ -34,7 +35,7 @@ def test_a_curve_is_recovered_where_it_was_measured(curve: Curve) -> None:
     measured = (1, 2, 3, 5, 9, 32, 96, 200)
     cost = learnt(curve, mixed(*measured, num=800))
     for tokens in measured:
-        assert float(cost.seconds(tokens)) == pytest.approx(curve(tokens), rel=0.06), tokens
+        assert cost.seconds(tokens) == pytest.approx(curve(tokens), rel=0.06), tokens
 
 
 def test_nothing_is_known_before_the_first_timing_and_the_level_behind_it() -> None:
@@ -42,12 +43,12 @@ def test_nothing_is_known_before_the_first_timing_and_the_level_behind_it() -> N
     assert not cost.known
     cost.add(7, 0.25)
     assert cost.known
-    assert float(cost.seconds(7)) == pytest.approx(0.25)
+    assert cost.seconds(7) == pytest.approx(0.25)
 
 
 def test_what_was_never_tried_is_believed_to_be_cheap() -> None:
     cost = learnt(on_cpu, [1] * 50)
-    assert float(cost.seconds(9)) < 1.3 * float(cost.seconds(1))  # truly 2.3 times as long
+    assert cost.seconds(9) < 1.3 * cost.seconds(1)  # truly 2.3 times as long
 
 
 def test_a_rare_wider_step_tells_what_a_token_adds() -> None:
@@ -60,16 +61,16 @@ def test_a_full_batch_does_not_decide_for_its_last_row() -> None:
     """On a GPU a token more is free for one row, however steep it was at the full batch."""
     cost = learnt(on_gpu, [*mixed(256, 384, 512), *mixed(1, 2, 5, num=60)])
     assert cost.slope(1) < 0.1 * cost.slope(300)
-    assert float(cost.seconds(512)) == pytest.approx(on_gpu(512), rel=0.2)
+    assert cost.seconds(512) == pytest.approx(on_gpu(512), rel=0.2)
 
 
 def test_a_machine_that_slows_down_slows_every_width() -> None:
     cost = learnt(on_cpu, mixed(1, 8, 32))
-    before = float(cost.seconds(8))
+    before = cost.seconds(8)
     for _ in range(60):
         cost.add(32, 2 * on_cpu(32))
-    assert float(cost.seconds(32)) == pytest.approx(2 * on_cpu(32), rel=0.1)
-    assert float(cost.seconds(8)) > 1.5 * before  # never timed since
+    assert cost.seconds(32) == pytest.approx(2 * on_cpu(32), rel=0.1)
+    assert cost.seconds(8) > 1.5 * before  # never timed since
 
 
 def test_no_width_is_free_because_it_is_large() -> None:
@@ -80,7 +81,22 @@ def test_no_width_is_free_because_it_is_large() -> None:
 def test_one_stall_changes_little() -> None:
     cost = learnt(on_cpu, mixed(1, 8, 32))
     cost.add(8, 100 * on_cpu(8))
-    assert float(cost.seconds(8)) < 1.3 * on_cpu(8)
+    assert cost.seconds(8) < 1.3 * on_cpu(8)
+
+
+def test_one_number_costs_what_it_costs_among_many() -> None:
+    """The fast way to ask against numpy's."""
+    cost = learnt(on_cpu, mixed(1, 8, 32, 200, num=50))
+    tokens = [0.5, 1, 1.5, 2, 3, 33.3, 131_071, 131_072, 1e6]
+    for curve in (cost.seconds, cost.hoped):
+        assert [curve(num) for num in tokens] == pytest.approx(curve.at(np.array(tokens)).tolist())
+
+
+def test_a_timing_changes_what_was_asked_before() -> None:
+    cost = learnt(on_cpu, [1] * 5)
+    before, hoped = cost.seconds(1), cost.hoped(1)
+    cost.add(1, 2 * before)
+    assert cost.seconds(1) > before and cost.hoped(1) > hoped
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,6 +105,6 @@ def test_a_wider_step_never_costs_less(seed: int) -> None:
     cost = StepCost()
     for _ in range(200):
         cost.add(rng.randint(1, 9000), rng.random())
-    seconds = [float(cost.seconds(tokens)) for tokens in (1, 2, 3, 7, 40, 500, 4000, 10_000)]
+    seconds = [cost.seconds(tokens) for tokens in (1, 2, 3, 7, 40, 500, 4000, 10_000)]
     assert seconds == sorted(seconds) and seconds[0] > 0
     assert all(cost.slope(tokens) >= 0 for tokens in (1, 6, 33, 800))

@@ -1,0 +1,133 @@
+"""What the proposers' benchmark counts, keeps and tells; it is not run here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.request import RolloutSample, SpecCounters, Timings
+from scripts import bench_lossless, bench_makespan, bench_never_loses
+from scripts.bench_exact import Inexact
+from scripts.bench_kept import Kept
+from scripts.bench_never_loses import ADAPTIVE, PLAIN, Cell, Decoded, check_same
+from tests.rollout.engines import request
+
+
+def sample(token_ids: tuple[int, ...], counters: SpecCounters | None = None) -> RolloutSample:
+    num = len(token_ids)
+    return RolloutSample(
+        request("r"), token_ids, (0.0,) * num, (0.0,) * num, (1.0,) * num, ((0, num),),
+        "length", "", "full", "", counters or SpecCounters(), Timings(),
+    )  # fmt: skip
+
+
+def took(seconds: float, cpu_s: float | None = None) -> Decoded:
+    """Two tokens in two rounds, of which one was accepted of four verified."""
+    counters = SpecCounters(rounds=2, verified=4, accepted=1, corrections=1)
+    return Decoded(seconds, seconds if cpu_s is None else cpu_s, [sample((1, 2), counters)])
+
+
+def cell_of(**runs: list[Decoded]) -> Cell:
+    return Cell(4, "low", {name.replace("_", " "): made for name, made in runs.items()})
+
+
+# ---- cells --------------------------------------------------------------------------------
+
+
+def test_ratios_are_medians_of_ratios_within_a_repeat() -> None:
+    cell = cell_of(
+        plain=[took(1.0), took(2.0), took(9.0)],
+        adaptive=[took(3.0, 0.5), took(1.0, 0.5), took(3.0, 0.5)],
+        fixed_3=[took(6.0)],
+    )
+    assert cell.versus(PLAIN) == 2.0  # of 1/3, 2 and 3; the ratio of the medians is 2/3
+    assert cell.vs_plain_cpu == 4.0  # of 2, 4 and 18
+    assert cell.versus("fixed 3") == 2.0  # over the repeats that both had
+    assert cell.to_json()["vs_plain_range"] == pytest.approx([1 / 3, 3.0])
+
+
+def test_the_best_fixed_length_may_be_none_and_is_never_the_adaptive_one() -> None:
+    runs = {"plain": [took(1.0)], "adaptive": [took(0.1)], "fixed_1": [took(2.0)]}
+    assert cell_of(**runs).best_fixed == PLAIN
+    assert cell_of(**runs | {"fixed_1": [took(0.5)]}).best_fixed == "fixed 1"
+
+
+def test_a_cell_counts_what_its_adaptive_runs_accepted() -> None:
+    told = cell_of(plain=[took(1.0)], adaptive=[took(1.0), took(1.0)]).to_json()
+    assert (told["acceptance_rate"], told["tokens_per_target_step"]) == (0.25, 1.0)
+
+
+def test_the_worst_cell_counts() -> None:
+    good = cell_of(plain=[took(1.0)], adaptive=[took(0.5)], fixed_1=[took(0.5)]).to_json()
+    bad = cell_of(plain=[took(1.0)], adaptive=[took(2.0)], fixed_1=[took(0.5)]).to_json()
+    told = bench_never_loses.summary([good, bad])
+    assert (told["min_vs_plain"], told["min_vs_best_fixed"]) == (0.5, 0.25)
+    assert len(bench_never_loses.text(told["cells"])) == 3
+
+
+def test_other_tokens_than_plain_decoding_end_the_benchmark() -> None:
+    check_same([sample((1, 2))], [sample((1, 2))], "here")
+    with pytest.raises(Inexact, match="here: 1 of 1 samples differ"):
+        check_same([sample((1, 2))], [sample((1, 3))], "here")
+
+
+def test_fixed_lengths_that_score_too_much_are_left_out() -> None:
+    class Loaded:
+        def engine(self, **_: Any) -> None:
+            pass
+
+    def names(batch: int) -> set[str]:
+        return set(bench_never_loses.ways(Loaded(), "low", [], batch))  # type: ignore[arg-type]
+
+    assert names(8) == {PLAIN, ADAPTIVE, "fixed 1", "fixed 3", "fixed 8"}
+    assert names(32) == {PLAIN, ADAPTIVE, "fixed 1", "fixed 3"}
+
+
+# ---- the other parts ----------------------------------------------------------------------
+
+
+def test_single_rows_are_told_beside_whole_steps() -> None:
+    counters = SpecCounters(rounds=2, accepted=4, verified=8, bonuses=2)
+    made = bench_makespan.Makespan([2.0, 3.0], [1.0, 1.0], counters, [3, 1], counters)
+    made.alone_s = {True: 6.0, False: 2.0}
+    told = made.to_json()
+    assert (told["speedup"], told["speedup_b1"], told["tokens_per_target_step_b1"]) == (2.5, 3, 3)
+    assert len(bench_makespan.text(told)) == 1
+
+
+def test_lossless_tells_the_better_format_of_each_batch_and_the_worst_mismatch() -> None:
+    cells = [
+        {"batch": batch, "format": format_, "speedup": speedup, "k3": k3, "k3_plain": 2 * k3,
+         "tokens_per_target_step": 1.0}
+        for batch, format_, speedup, k3 in ((1, "a", 2.0, 1e-9), (1, "b", 1.5, 3e-9),
+                                            (2, "a", 1.1, 2e-9), (2, "b", 1.2, 1e-9))
+    ]  # fmt: skip
+    told = bench_lossless.summary(cells)
+    assert told["speedup"] == {1: 2.0, 2: 1.2}
+    assert (told["k3"], told["k3_plain"]) == (3e-9, 6e-9)
+    assert len(bench_lossless.text(cells)) == 4
+
+
+# ---- what is kept -------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
+    measured: list[int] = []
+
+    def measure() -> dict[str, Any]:
+        measured.append(1)
+        return {"lengths": (1, 2)}
+
+    for _ in range(2):
+        kept = Kept(tmp_path / "new", {"tokens": 8, "batches": (1, 2)})
+        assert kept.find_or("part", measure) == {"lengths": [1, 2]}
+    assert len(measured) == 1
+    kept.forget()
+    assert kept.find("part") is None
+
+
+def test_what_was_measured_otherwise_is_measured_again(tmp_path: Path) -> None:
+    Kept(tmp_path, {"tokens": 8}).keep("part", 1)
+    assert Kept(tmp_path, {"tokens": 8}).find("part") == 1
+    assert Kept(tmp_path, {"tokens": 9}).find("part") is None
+    assert Kept(tmp_path, {"tokens": 8}).find("other") is None
