@@ -1,5 +1,6 @@
 """Ray around the algorithm: placement, life-cycle, weights, queue, supervision.
 
+calibration       tokens that say which channels of a model are large
 cluster           what a learner holds: launch, submit, publish, next_groups, accept
 config            how a rollout cluster is set up
 controller        the one process that knows the fleet
@@ -16,6 +17,7 @@ weights           weight updates on their way through the object store
 """
 
 __all__ = [
+    "calibration",
     "cluster",
     "config",
     "controller",

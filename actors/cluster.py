@@ -103,12 +103,19 @@ class RolloutCluster:
 
     # ---- weights --------------------------------------------------------------------------
 
-    def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> Publication:
-        """Packs named weights and puts them in force on every actor. Raises InvalidWeights and
-        leaves the old version whole."""
+    def publish(
+        self,
+        version: int,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        draft: Mapping[str, torch.Tensor] | None = None,
+    ) -> Publication:
+        """Packs named weights and puts them in force on every actor, with the MTP head `draft` where
+        one drafts (None: the last one again). Raises InvalidWeights and leaves the old version
+        whole."""
         started = time.time()
         named = list(weights)
-        update = self._publisher.pack(version, named)
+        update = self._publisher.pack(version, named, draft)
         begun = self._controller.begin.remote([ray.put(update)], version)
         reference = self._publisher.reference(named)  # while the actors build theirs
         self._ask(begun, self._publish_limit_s)

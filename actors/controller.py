@@ -34,7 +34,7 @@ from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
 COLLECT_S = 0.5
 """How long a collect call waits in the actor for a first sample."""
 POLL_S = 0.1
-PROPOSER_GAUGES = ("draft", "history", "ngram", "draft_model", "self_draft")
+PROPOSER_GAUGES = ("draft", "history", "ngram", "draft_model", "self_draft", "mtp")
 """First part of the gauges that snapshots carry."""
 PREFETCH = 1.5
 """Requests a member holds at most, in units of its slots."""
@@ -305,6 +305,7 @@ class Controller:
             kernels=begun[name].kernels,
             publish_s=time.time() - self._update.started,
             swap_s=max(answer.swap_s for answer in swapped.values()),
+            draft_version=begun[name].draft_version,
         )
         self._queue.published()
         self._dispatch()

@@ -1,7 +1,7 @@
 """What a rollout actor has to build, as plain values that travel."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -10,32 +10,53 @@ from typing import Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from actors.calibration import calibration_ids
+from actors.vllm.layout import pack_for_vllm
+from actors.vllm.support import check_spec, check_version, installed_version
 from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
 from proposers.history_law import Draw
+from proposers.mixture import MixtureProposer
+from proposers.mtp import MtpProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
 from proposers.self_draft import SelfDraftProposer
-from quant.formats import FORMATS, FormatName
+from quant.formats import FORMATS, Format, FormatName
 from rollout.checkpoint import read_config, read_tokenizer, read_weights
 from rollout.compiled_policy import CompiledPolicy
+from rollout.decoder import DecoderConfig
 from rollout.draft_len import AdaptiveDraftLen, DraftLen, FixedDraftLen
+from rollout.engine import Engine
 from rollout.errors import InvalidConfig, KernelsUnavailable
 from rollout.grammar import CompileGrammar
 from rollout.graph_capture import Capture, CudaCapture
 from rollout.lossless_policy import LosslessPolicy, Weights
+from rollout.mtp_policy import MtpPolicy, head_config
+from rollout.mtp_weights import VOCABULARY, load_mtp
 from rollout.native_engine import NativeEngine
 from rollout.packing import pack
 from rollout.policy import Policy
 from rollout.proposer import Proposer
 from rollout.request import Mode
 from rollout.scheduler import MAX_ROUND_TOKENS
+from rollout.smoothing import smooth
 from rollout.stop_text import Decode
 from rollout.transformer_policy import TransformerPolicy, default_dtype
 from rollout.verify import Rule
 from rollout.vocabulary import check_same_vocabulary, token_table_digest
 
-ProposerName = Literal["none", "ngram", "history", "history_sampled", "draft_model", "self_draft"]
+EngineName = Literal["native", "vllm", "vllm_stock"]
+ProposerName = Literal[
+    "none",
+    "ngram",
+    "history",
+    "history_sampled",
+    "draft_model",
+    "self_draft",
+    "mtp",
+    "mixture",
+    "vllm_draft_model",
+]
 KernelsName = Literal["auto", "compiled", "torch"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -50,9 +71,14 @@ class EngineSpec:
     mode: Mode = "quantised"
     format: FormatName = "int8_w8a16"
     """Of the target's weights; in lossless mode of the draft's, the target being full precision."""
+    smoothing: float = 0.5
+    """Of int8_w8a8: how much of the activations' outlier channels the weights take over, 0 to 1 (0 is
+    off); see `rollout.smoothing`."""
     proposer: ProposerName = "history"
     draft_model: str | None = None
     """Model folder of `draft_model`."""
+    mtp_head: str | None = None
+    """File of the head that `mtp` and `mixture` draft with at first; its draft vocabulary stays."""
     draft_len: int | None = None
     """Fixed draft length; None chooses it round by round up to `max_draft_len`."""
     max_draft_len: int = 8
@@ -75,14 +101,21 @@ class EngineSpec:
     """Compute dtype by name; None takes bf16 where the machine multiplies it, else float32."""
     device: str = "cpu"
     """Where it computes: cpu, or cuda, where decode rounds are replayed as CUDA graphs."""
+    engine: EngineName = "native"
+    """Who schedules and computes; law, verification and proposers are the same, but for vllm_stock,
+    which is vLLM as it is and there to be audited."""
 
     def __post_init__(self) -> None:
+        if self.engine != "native":
+            check_spec(self)
         cap = self.max_cached_tokens
         if cap is not None and cap < self.context_len:
             raise InvalidConfig(
                 f"max_cached_tokens={cap}: expected at least context_len={self.context_len}, "
                 "so that one row always fits"
             )
+        if not 0 <= self.smoothing <= 1:
+            raise InvalidConfig(f"smoothing={self.smoothing}: expected a number from 0 to 1")
         if self.max_round_tokens < 1:
             raise InvalidConfig(f"max_round_tokens={self.max_round_tokens}: expected at least 1")
         if self.mode == "lossless" and self.format == "none":
@@ -99,8 +132,25 @@ class EngineSpec:
                 f"proposer=self_draft with mode={self.mode}: there are no second weights to draft "
                 "with; set mode=lossless"
             )
-        if self.proposer == "draft_model" and self.draft_model is None:
-            raise InvalidConfig("proposer=draft_model without draft_model: name its model folder")
+        if self.proposer in ("draft_model", "vllm_draft_model") and self.draft_model is None:
+            raise InvalidConfig(
+                f"proposer={self.proposer} without draft_model: name its model folder"
+            )
+        if self.proposer == "vllm_draft_model" and self.engine == "native":
+            raise InvalidConfig(
+                f"proposer=vllm_draft_model with engine={self.engine}: it is vLLM that drafts; set "
+                "proposer=draft_model"
+            )
+        if self.has_head and self.mtp_head is None:
+            raise InvalidConfig(
+                f"proposer={self.proposer} without mtp_head: name a head's file; `rollout train-mtp` "
+                "makes one"
+            )
+
+    @property
+    def has_head(self) -> bool:
+        """An MTP head is run beside the policy."""
+        return self.proposer in ("mtp", "mixture")
 
     @property
     def target_format(self) -> FormatName:
@@ -112,9 +162,9 @@ class EngineSpec:
         return DTYPES[self.dtype] if self.dtype else default_dtype(self.device)
 
 
-def make_proposer(spec: EngineSpec, policy: Policy) -> Proposer:
-    """The proposer a spec names, beside the policy that verifies. Raises InvalidConfig for a draft
-    model of another vocabulary."""
+def make_proposer(spec: EngineSpec, policy: Policy | None = None) -> Proposer:
+    """The proposer a spec names, beside the policy that verifies where it runs that. Raises
+    InvalidConfig for a draft model of another vocabulary."""
     makers: dict[str, Callable[[], Proposer]] = {
         "none": NoProposer,
         "ngram": NgramProposer,
@@ -122,6 +172,8 @@ def make_proposer(spec: EngineSpec, policy: Policy) -> Proposer:
         "history_sampled": lambda: _history(spec, "best"),
         "draft_model": lambda: _draft_model(spec),
         "self_draft": lambda: _self_draft(spec, policy),
+        "mtp": lambda: _mtp(policy),
+        "mixture": lambda: MixtureProposer(_history(spec, "mode"), _mtp(policy)),
     }
     return makers[spec.proposer]()
 
@@ -140,9 +192,21 @@ def history_salt(folder: Path) -> str:
     return size if tokenizer is None else f"{size} {token_table_digest(tokenizer)}"
 
 
-def _self_draft(spec: EngineSpec, policy: Policy) -> SelfDraftProposer:
+def _self_draft(spec: EngineSpec, policy: Policy | None) -> SelfDraftProposer:
     assert isinstance(policy, LosslessPolicy), "self_draft runs on a policy of mode=lossless"
     return SelfDraftProposer(policy, num_ids=num_ids(Path(spec.model_folder)))
+
+
+def _mtp(policy: Policy | None) -> MtpProposer:
+    assert isinstance(policy, MtpPolicy), "an MTP head drafts beside its policy"
+    return MtpProposer(policy)
+
+
+def read_mtp(spec: EngineSpec) -> dict[str, torch.Tensor]:
+    """The head's tensors from the file that a spec names. Raises InvalidWeights."""
+    assert spec.mtp_head is not None, "checked when the spec was made"
+    folder = Path(spec.model_folder)
+    return load_mtp(Path(spec.mtp_head), read_config(folder), history_salt(folder))
 
 
 def _draft_model(spec: EngineSpec) -> DraftModelProposer:
@@ -153,6 +217,7 @@ def _draft_model(spec: EngineSpec) -> DraftModelProposer:
     check_same_vocabulary(*folders)
     draft_spec = replace(
         spec,
+        engine="native",
         model_folder=spec.draft_model,
         mode="quantised",
         format="int8_w8a16" if spec.device == "cpu" else "none",
@@ -183,21 +248,48 @@ def make_policy(
 ) -> Policy:
     """The policy a spec names, without weights; sizes may be overridden for a probe. Raises
     KernelsUnavailable where compiled kernels are asked for by name and there are none."""
-    policy = _target_policy(spec, num_slots, context_len)
+    folder = Path(spec.model_folder)
+    config, format_ = read_config(folder), FORMATS[spec.format]
+    policy = _policy(spec, config, FORMATS[spec.target_format], num_slots, context_len)
+    if spec.has_head:
+        return _with_head(spec, policy, num_slots, context_len)
     if spec.mode != "lossless":
         return policy
-    config, format_ = policy.config, FORMATS[spec.format]
 
     def quantise(weights: Weights) -> Weights:
-        return pack(weights.items(), config, format_, spec.torch_dtype)
+        named: Iterable[tuple[str, torch.Tensor]] = weights.items()
+        if spec.format == "int8_w8a8":  # values in the cache are the target's
+            named = _smoothed(spec, named, same_cache=True)
+        return pack(named, config, format_, spec.torch_dtype)
 
     return LosslessPolicy(policy, policy.sharing_cache(format_), quantise)
 
 
-def _target_policy(
-    spec: EngineSpec, num_slots: int | None, context_len: int | None
+def _with_head(
+    spec: EngineSpec,
+    target: CompiledPolicy | TransformerPolicy,
+    num_slots: int | None,
+    context_len: int | None,
+) -> MtpPolicy:
+    """The head in the format that runs fastest: what it drafts is judged by its own law."""
+    config = head_config(target.config, len(read_mtp(spec)[VOCABULARY]))
+    format_ = FORMATS["int8_w8a16" if spec.device == "cpu" else "none"]
+    whole = replace(spec, max_cached_tokens=None)
+    head = _policy(whole, config, format_, num_slots, context_len)
+
+    def quantise(named: Weights) -> Weights:
+        return pack(named.items(), config, format_, spec.torch_dtype)
+
+    return MtpPolicy(target, head, target.config, quantise)
+
+
+def _policy(
+    spec: EngineSpec,
+    config: DecoderConfig,
+    format_: Format,
+    num_slots: int | None,
+    context_len: int | None,
 ) -> CompiledPolicy | TransformerPolicy:
-    config, format_ = read_config(Path(spec.model_folder)), FORMATS[spec.target_format]
     slots, context = num_slots or spec.num_slots, context_len or spec.context_len
     if spec.kernels != "torch" and spec.device == "cpu":
         try:
@@ -244,10 +336,33 @@ def _capture(device: torch.device) -> Capture | None:
 
 
 def pack_folder(spec: EngineSpec) -> dict[str, torch.Tensor]:
-    """The folder's weights as an update for the engine that a spec names."""
+    """The folder's weights as an update for the engine that a spec names, its head along."""
+    packed = pack_weights(spec, read_weights(Path(spec.model_folder)).items())
+    return packed | read_mtp(spec) if spec.has_head else packed
+
+
+def pack_weights(
+    spec: EngineSpec, named: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Named weights of the policy in the layout that the engine takes. Raises InvalidWeights."""
+    config = read_config(Path(spec.model_folder))
+    if spec.target_format == "int8_w8a8":
+        named = _smoothed(spec, named)
+    if spec.engine != "native":
+        return pack_for_vllm(named, config, spec.target_format, spec.torch_dtype)
+    return pack(named, config, FORMATS[spec.target_format], spec.torch_dtype)
+
+
+def _smoothed(
+    spec: EngineSpec, named: Iterable[tuple[str, torch.Tensor]], *, same_cache: bool = False
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The same model, made ready for INT8 activations."""
     folder = Path(spec.model_folder)
-    weights = read_weights(folder).items()
-    return pack(weights, read_config(folder), FORMATS[spec.target_format], spec.torch_dtype)
+    if not spec.smoothing:
+        return named
+    config = read_config(folder)
+    ids = calibration_ids(find_tokenizer(folder), config.vocab_size)
+    return smooth(named, config, ids, spec.smoothing, same_cache=same_cache).items()
 
 
 @lru_cache(maxsize=4)
@@ -295,8 +410,12 @@ def make_engine(
     policy: Policy | None = None,
     proposer: Proposer | None = None,
     draft_len: DraftLen | None = None,
-) -> NativeEngine:
-    """The engine, still without weights; parts that are there already may be handed over."""
+) -> Engine:
+    """The engine, still without weights; parts of a native one that are there already may be handed
+    over. Raises InvalidConfig where vLLM is asked for and is not there."""
+    if spec.engine != "native":
+        assert policy is proposer is draft_len is None, "vLLM's engine makes its own parts"
+        return make_vllm_engine(spec)
     policy = policy or make_policy(spec)
     return NativeEngine(
         policy,
@@ -309,3 +428,15 @@ def make_engine(
         num_ids=num_ids(Path(spec.model_folder)),
         max_round_tokens=spec.max_round_tokens,
     )
+
+
+def make_vllm_engine(spec: EngineSpec) -> Engine:
+    """Imports vLLM, which nothing else of the project needs."""
+    check_version(installed_version())
+    if spec.engine == "vllm_stock":
+        from actors.vllm.stock import StockVllmEngine
+
+        return StockVllmEngine(spec)  # type: ignore[return-value]  # what an audit asks for
+    from actors.vllm.engine import VllmEngine
+
+    return VllmEngine(spec)

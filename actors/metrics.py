@@ -29,6 +29,8 @@ class Publication:
     """From the learner's call until every actor ran the new weights."""
     swap_s: float
     """Longest wait of an actor for the end of its round."""
+    draft_version: int | None = None
+    """Policy version whose rollouts the MTP head was trained on last; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def metrics_row(before: ClusterSnapshot, now: ClusterSnapshot) -> dict[str, floa
             "sync/swap_s": published.swap_s,
             "rollout/version": float(published.version),
         }
+        if published.draft_version is not None:
+            row["spec/draft_lag"] = float(published.version - published.draft_version)
     return row
 
 

@@ -1,4 +1,4 @@
-"""Ray on this machine: started quietly and on loopback; `ray_session` leaves it as it was found."""
+"""Ray: started quietly and on loopback, or joined; `ray_session` leaves it as it was found."""
 
 import logging
 import os
@@ -15,16 +15,16 @@ LOOPBACK = "127.0.0.1"
 def start_ray(*, num_cpus: int | None = None, address: str | None = None) -> bool:
     """Connects to `address`, or starts a local Ray; False when one is connected already.
 
-    Listeners are on loopback and there is no dashboard.
+    What is started listens on loopback and has no dashboard.
     """
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # loopback only; also silences a warning
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray runs workers at niceness 15: beside a learner on the same cores they would starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
     if address is None or address.startswith(LOOPBACK):
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # also silences a warning
         _stay_on_loopback()  # also to join: a process that calls itself otherwise finds no node
     if address is not None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False)

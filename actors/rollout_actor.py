@@ -14,8 +14,9 @@ from actors.engine_loop import EngineLoop, LoopReport
 from actors.engine_spec import EngineSpec, make_engine, make_policy
 from actors.weights import WeightUpdate, as_tensor, to_arrays
 from quant.drift import Drift, measure_drift
-from rollout.engine import EngineLimits, InFlight
+from rollout.engine import EngineLimits, InFlight, Probing
 from rollout.errors import InvalidWeights
+from rollout.mtp_policy import MtpWeights
 from rollout.probe import DriftProbe
 from rollout.proposer import Remembering
 from rollout.request import RolloutRequest
@@ -45,6 +46,8 @@ class Begun:
     digest: str
     weights_bytes: int
     kernels: dict[str, str]
+    draft_version: int | None
+    """Policy version whose rollouts the MTP head was trained on last; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,8 @@ class Committed:
 class _Prepared:
     weights: Any
     digest: str
-    probe_logits: torch.Tensor  # [N, V]
+    probe_logits: torch.Tensor | None  # [N, V]
+    """None where the engine can be probed only once they are in force."""
 
 
 class RolloutActor:
@@ -73,10 +77,8 @@ class RolloutActor:
         self._engine = make_engine(spec)
         self._loop = EngineLoop(self._engine)
         self._prepared: dict[int, _Prepared] = {}
-        self._probe = DriftProbe(
-            make_policy(spec, num_slots=len(probe_ids), context_len=max(map(len, probe_ids))),
-            probe_ids,
-        )
+        self._probe_ids = probe_ids
+        self._probe = None if isinstance(self._engine, Probing) else make_probe(spec, probe_ids)
         self._info = ActorInfo(
             name,
             os.getpid(),
@@ -95,11 +97,17 @@ class RolloutActor:
 
     def _build(self, update: WeightUpdate) -> Begun:
         prepared = self._engine.prepare(update.tensors())
-        logits = self._probe.logits(prepared)
-        if not bool(logits.isfinite().all()):
+        logits = None if self._probe is None else self._probe.logits(prepared)
+        if logits is not None and not bool(logits.isfinite().all()):
             raise InvalidWeights(f"version {update.version}: logits on the probe are not finite")
         self._prepared = {update.version: _Prepared(prepared, update.digest, logits)}
-        return Begun(update.version, update.digest, prepared.bytes(), prepared.kernels())
+        return Begun(
+            update.version,
+            update.digest,
+            prepared.bytes(),
+            prepared.kernels(),
+            draft_version=prepared.version if isinstance(prepared, MtpWeights) else None,
+        )
 
     def commit(
         self, version: int, reference: np.ndarray, in_flight: InFlight, timeout_s: float
@@ -118,10 +126,17 @@ class RolloutActor:
             timeout_s=timeout_s,
         )
         swap_s = time.perf_counter() - started
-        drift = measure_drift(
-            torch.from_numpy(reference.copy()), prepared.probe_logits, self._probe.next_tokens
+        logits = prepared.probe_logits
+        if logits is None:
+            logits = self._loop.call(self._probe_in_force, timeout_s)
+        next_tokens = torch.tensor([token for ids in self._probe_ids for token in ids[1:]])
+        return Committed(
+            measure_drift(torch.from_numpy(reference.copy()), logits, next_tokens), swap_s
         )
-        return Committed(drift, swap_s)
+
+    def _probe_in_force(self) -> torch.Tensor:
+        assert isinstance(self._engine, Probing), "other engines are probed before"
+        return self._engine.probe(self._probe_ids)
 
     def abandon(self, version: int) -> None:
         """Forgets a prepared update."""
@@ -161,6 +176,12 @@ class RolloutActor:
 
     def collect(self, timeout_s: float) -> LoopReport:
         return self._loop.collect(timeout_s)
+
+
+def make_probe(spec: EngineSpec, probe_ids: Sequence[Sequence[int]]) -> DriftProbe:
+    """The probe in slots of its own."""
+    longest = max(map(len, probe_ids))
+    return DriftProbe(make_policy(spec, num_slots=len(probe_ids), context_len=longest), probe_ids)
 
 
 OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_concurrency": 8}

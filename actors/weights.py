@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.engine_spec import EngineSpec
+from actors.engine_spec import EngineSpec, pack_weights, read_mtp
 from quant.formats import FORMATS
 from rollout.checkpoint import read_config
 from rollout.errors import InvalidWeights
-from rollout.packing import digest, pack
+from rollout.mtp_weights import check_mtp
+from rollout.packing import digest
 from rollout.probe import DriftProbe
 from rollout.transformer_policy import TransformerPolicy
 
@@ -73,13 +74,31 @@ class WeightPublisher:
             dtype=torch.float32,
         )
         self._probe = DriftProbe(self._full, probe_ids)
+        self._head = read_mtp(spec) if spec.has_head else {}
 
-    def pack(self, version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightUpdate:
-        """Raises InvalidWeights for an incomplete or non-finite set."""
+    def pack(
+        self,
+        version: int,
+        named: Iterable[tuple[str, torch.Tensor]],
+        draft: Mapping[str, torch.Tensor] | None = None,
+    ) -> WeightUpdate:
+        """`draft`: the MTP head as it is now; None sends the last one again. Raises InvalidWeights for
+        an incomplete or non-finite set, and for a head where none drafts."""
+        if draft is not None:
+            self._head = self._checked_head(draft)
         cpu = [(name, tensor.detach().cpu()) for name, tensor in named]
-        packed = pack(cpu, self._config, FORMATS[self._spec.target_format], self._spec.torch_dtype)
-        arrays, dtypes = to_arrays(packed)
-        return WeightUpdate(version, digest(packed), arrays, dtypes)
+        packed = pack_weights(self._spec, cpu)
+        arrays, dtypes = to_arrays(packed | self._head)
+        return WeightUpdate(version, digest(packed | self._head), arrays, dtypes)
+
+    def _checked_head(self, draft: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if not self._spec.has_head:
+            raise InvalidWeights(
+                f"an MTP head for proposer={self._spec.proposer}, which does not draft with one"
+            )
+        head = {name: tensor.detach().cpu() for name, tensor in draft.items()}
+        check_mtp(head, self._config)
+        return head
 
     def reference(self, named: Iterable[tuple[str, torch.Tensor]]) -> np.ndarray:
         """Full-precision log-probabilities [N, V] on the probe sequences of weights that `pack` has

@@ -110,8 +110,7 @@ class HistoryProposer:
         context, reached = row.token_ids[-self._max_match :], 1.0
         while drafting.room and reached > LEAST:
             step = self._look_up.step(prompt, context, reader, self._draw, drafting.room)
-            for token, chance in zip(step.points, step.chances):
-                drafting.point(token, chance)
+            drafting.points(step.points, step.chances[: len(step.points)])
             if step.law is None:
                 break
             token = drafting.sample(step.law, step.chances[-1])
@@ -139,6 +138,15 @@ class HistoryProposer:
                 yield token, chance, (*context[1 - self._max_match :], token)
 
         return grow_tree(root, continuations, max_nodes=max_nodes, max_depth=max_depth)
+
+    def continuations(self, row: Row, drafted: Sequence[int]) -> list[tuple[int, float]]:
+        """What may follow the row and some tokens behind it, with probabilities that leave to 1 what
+        was never seen; the most probable first."""
+        known = self._know(row)
+        if (prompt := self._store.prompt(known.key)) is None:
+            return []
+        context = [*row.token_ids[-self._max_match :], *drafted]
+        return self._look_up.law(prompt, context, self._reader(known))
 
     def _reader(self, known: _Known) -> Reader:
         return Reader(self._version, known.noise, known.rollout)

@@ -31,6 +31,8 @@ import torch
 
 from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
+from proposers.mixture import MixtureProposer
+from proposers.mtp import MtpProposer
 from proposers.ngram import NgramProposer
 from proposers.none import NoProposer
 from proposers.self_draft import SelfDraftProposer
@@ -52,6 +54,7 @@ from rollout.request import FinishReason, RolloutRequest, RolloutSample
 from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.streams import Draws, SeededDraws
+from rollout.table_mtp import table_mtp, table_weights
 from rollout.table_policy import TablePolicy, markov_table
 from rollout.verify import Rule
 
@@ -227,6 +230,8 @@ class Proposing:
     branching: bool = False
     of_itself: bool = False
     """The draft table is a twin of the target over one cache."""
+    with_head: bool = False
+    """The draft table is the target's MTP head."""
 
 
 def _draft_model() -> Proposer:
@@ -249,8 +254,16 @@ PROPOSERS: dict[str, Proposing] = {
     "stopping_time": Proposing(lambda: TableDrafts("dense", stop_behind=1), sampled=True),
     "draft_model": Proposing(_draft_model, sampled=True),
     "self_draft": Proposing(SelfDraftProposer, sampled=True, of_itself=True),
+    "mtp": Proposing(MtpProposer, sampled=True, with_head=True),
+    "mixture": Proposing(
+        lambda policy: MixtureProposer(_primed(HistoryProposer()), MtpProposer(policy)),
+        sampled=True,
+        with_head=True,
+    ),
 }
 """Who drafts. Each is made anew for every path of an enumeration."""
+DRAFTED = tuple(range(V - 1))
+"""The MTP head's draft vocabulary: one token short of all."""
 OF_SIBLINGS = ("siblings", "siblings_sampled")
 ALONE = tuple(name for name in PROPOSERS if name not in OF_SIBLINGS)
 SAMPLED = tuple(name for name in ALONE if PROPOSERS[name].sampled)
@@ -332,6 +345,7 @@ def grid(*, thorough: bool = False) -> list[Case]:
         draft_len = 4 if proposing.branching else 2
         cases += [Case(proposer, law, rule, draft_len=draft_len) for rule in rules]
     longer = [("mixed", "stop"), ("sparse", "top-k"), ("history_sampled", "min_tokens")]
+    longer += itertools.product(("mtp", "mixture"), ("plain", "stop"))
     longer += itertools.product(("ngram", "history"), LAWS if thorough else LONG_LAWS)
     longer += itertools.product(SAMPLED, KEY_LAWS if thorough else ())
     cases += [Case(*names, num_tokens=4, draft_len=3) for names in longer]
@@ -395,8 +409,7 @@ def examine(
             compile_grammar=named_grammars({"strings": lambda: _mask}),
             draws_for=lambda _: draws,
         )
-        weights = TwinWeights(target_table, draft_table) if proposing.of_itself else target_table
-        engine.load(weights, version=0, digest="table")
+        engine.load(_weights(proposing), version=0, digest="table")
         samples = run_to_end(engine, requests, max_rounds=MAX_ROUNDS)
         outcome = tuple((sample.token_ids, sample.finish_reason) for sample in samples)
         for sample, row_outcome, law in zip(samples, outcome, exact):
@@ -426,10 +439,22 @@ def examine(
 def _parts(proposing: Proposing, num_slots: int) -> tuple[Policy, Proposer]:
     """A fresh policy of the target table, and who drafts for it."""
     target = TablePolicy(target_table, vocab_size=V, context_len=32, num_slots=num_slots)
+    if proposing.with_head:
+        both = table_mtp(
+            target_table, draft_table, DRAFTED, vocab_size=V, context_len=32, num_slots=num_slots
+        )
+        return both, proposing.make(both)
     if not proposing.of_itself:
         return target, proposing.make()
     twins = LosslessPolicy(target, target.sharing_cache(draft_table), dict)
     return twins, proposing.make(twins)
+
+
+def _weights(proposing: Proposing) -> Any:
+    """What a policy of `_parts` loads."""
+    if proposing.with_head:
+        return table_weights(target_table, draft_table, DRAFTED)
+    return TwinWeights(target_table, draft_table) if proposing.of_itself else target_table
 
 
 def _request(index: int, prompt: Ids, sampling: SamplingParams, seed: int = 0) -> RolloutRequest:

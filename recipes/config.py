@@ -104,10 +104,31 @@ class DraftConfig:
 
 
 @dataclass
+class MtpConfig:
+    """The MTP head that drafts with proposer=mtp or mixture."""
+
+    path: str | None = option(
+        None,
+        "File of the head, made by `rollout train-mtp` for this model; null begins one from the "
+        "policy's last layer.",
+    )
+    online: bool = option(
+        True, "Train the head along with the policy, a step for each of the learner's."
+    )
+    learning_rate: float = option(1e-4, "AdamW step size of the online training.")
+    depths: int = option(3, "How many tokens ahead the online training teaches.")
+
+
+@dataclass
 class ActorsConfig:
     """The rollout fleet."""
 
     num: int = option(1, "Rollout actors.")
+    address: str | None = option(
+        None,
+        "Ray to join, auto or HOST:PORT, where actors are to run on several machines, each with the "
+        "model's folder; null starts one here.",
+    )
     cpus: int = option(1, "Cores an actor is given; also its thread count.")
     slots: int = option(32, "Rows an actor generates at the same time.")
     max_cached_tokens: int | None = option(
@@ -192,7 +213,13 @@ class RunConfig:
     max_minutes: float | None = option(None, "Stop after the step that passes this; null never.")
     out: str = option("runs", "Folder that run folders are made in.")
     checkpoint_every: int = option(10, "Steps between checkpoints; the last step always has one.")
-    engine: str = option("native", "Who generates.", "native")
+    engine: str = option(
+        "native",
+        "Who schedules and computes: the engine of this project, or vLLM 0.32 with its law, "
+        "verification and proposers plugged in.",
+        "native",
+        "vllm",
+    )
     mode: str = option(
         "quantised",
         "The law that is sampled: the quantised policy's own, full precision's, or full precision's "
@@ -209,11 +236,17 @@ class RunConfig:
         "int8_w8a8",
         "none",
     )
+    smoothing: float = option(
+        0.5,
+        "Of quant=int8_w8a8: how much of the activations' outlier channels the weights take over, 0 to "
+        "1; 0 is off and drifts twice as far from full precision.",
+    )
     proposer: str = option(
         "auto",
         "Where drafts come from: nowhere, the row itself, this run's rollouts of the prompt (their "
         "most probable continuation, or one drawn from what followed), a smaller model, the "
-        "policy's own quantised weights. auto is self_draft in mode=lossless, else history.",
+        "policy's own quantised weights, its MTP head, head and rollouts together, vLLM's own draft "
+        "model. auto is self_draft in mode=lossless, else history.",
         "auto",
         "none",
         "ngram",
@@ -221,12 +254,16 @@ class RunConfig:
         "history_sampled",
         "draft_model",
         "self_draft",
+        "mtp",
+        "mixture",
+        "vllm_draft_model",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     draft: DraftConfig = field(default_factory=DraftConfig)
     actors: ActorsConfig = field(default_factory=ActorsConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     ladder: LadderConfig = field(default_factory=LadderConfig)
@@ -256,6 +293,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+HEAD_PROPOSERS = ("mtp", "mixture")
+"""Those that draft with an MTP head."""
 IDENTITY = ("seed", "learner.group_size", "task", "model.path")
 """What the samples of a run are samples of: fixed for its life."""
 
@@ -335,6 +374,7 @@ def check_config(config: RunConfig) -> None:
         "learner.groups_per_step": config.learner.groups_per_step,
         "learner.group_size": config.learner.group_size,
         "learner.threads": config.learner.threads,
+        "mtp.depths": config.mtp.depths,
         "task.num_problems": config.task.num_problems,
         "task.max_operand": config.task.max_operand,
         "ladder.groups": config.ladder.groups,
@@ -365,7 +405,10 @@ def check_config(config: RunConfig) -> None:
             f"{config.actors.max_cached_tokens}: compiled kernels, which alone cap the cache, are "
             "for a CPU; drop these options or set model.device=cpu"
         )
+    if not 0 <= config.smoothing <= 1:
+        raise InvalidConfig(f"smoothing={config.smoothing}: expected a number from 0 to 1")
     _check_drafting(config)
+    engine_spec(config, Path(config.model.path))  # refuses what the engine cannot serve
     if config.sampling.temperature == 0:
         raise InvalidConfig(
             "sampling.temperature=0: a group of greedy rollouts is one rollout and teaches "
@@ -403,15 +446,25 @@ def _check_drafting(config: RunConfig) -> None:
             f"proposer=self_draft with mode={config.mode}: there are no second weights to draft "
             "with; set mode=lossless"
         )
-    if proposer == "draft_model" and draft.model is None:
+    if proposer in ("draft_model", "vllm_draft_model") and draft.model is None:
         raise InvalidConfig(
-            "proposer=draft_model without draft.model: name the folder of a smaller checkpoint with "
+            f"proposer={proposer} without draft.model: name the folder of a smaller checkpoint with "
             "the policy's tokenizer"
         )
-    if draft.model is not None and proposer != "draft_model":
+    if draft.model is not None and proposer not in ("draft_model", "vllm_draft_model"):
         raise InvalidConfig(
             f"draft.model={draft.model} with proposer={proposer}: it would not be used; set "
             "proposer=draft_model or drop draft.model"
+        )
+    if config.mtp.path is None and not config.mtp.online and proposer in HEAD_PROPOSERS:
+        raise InvalidConfig(
+            f"proposer={proposer} mtp.online=false without mtp.path: a head that nobody trains drafts "
+            "nothing worth its cost; name a file that `rollout train-mtp` made, or set mtp.online=true"
+        )
+    if config.mtp.path is not None and proposer not in HEAD_PROPOSERS:
+        raise InvalidConfig(
+            f"mtp.path={config.mtp.path} with proposer={proposer}: the head would not be used; set "
+            "proposer=mtp or mixture, or drop mtp.path"
         )
     if longest < 0:
         raise InvalidConfig(f"draft.max_length={longest}: expected at least 0")
@@ -465,8 +518,10 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
         model_folder=str(model_folder),
         mode=config.mode,  # type: ignore[arg-type]  # checked against its choices
         format=config.quant,  # type: ignore[arg-type]
+        smoothing=config.smoothing,
         proposer=proposer_name(config),
         draft_model=draft_model and str(Path(draft_model).expanduser().resolve()),
+        mtp_head=config.mtp.path and str(Path(config.mtp.path).expanduser().resolve()),
         draft_len=config.draft.length,
         max_draft_len=longest_draft(config),
         tree_nodes=config.draft.tree_nodes,
@@ -479,6 +534,7 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
         kernels=config.model.kernels,  # type: ignore[arg-type]
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
         device=config.model.device,
+        engine=config.engine,  # type: ignore[arg-type]
     )
 
 

@@ -13,12 +13,17 @@ One optimiser step a batch. A group whose rewards are all equal has no advantage
 
 A group is one packed sequence: the prompt once, then its rollouts, each seeing the prompt and
 itself. Log-probabilities are taken at the sampling temperature over the whole vocabulary.
+
+With an MTP head to be kept in step with the policy (`recipes.mtp_training`) each optimiser step is
+followed by one of the head's, on the same rollouts, from what the forward passes have computed anyway.
+The policy's own gradients know nothing of it.
 """
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -26,6 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from actors.group_queue import RolloutGroup
 from quant.linear import has_bf16_gemm
 from recipes.config import LearnerConfig
+from recipes.mtp_training import MtpStats, MtpTrainer, Response, Shared, load_state, named_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +102,43 @@ class StepStats:
     clipped_rate: float
     """Fraction of tokens whose ratio lies outside 1 +/- clip, whatever the sign of the advantage."""
     train_s: float
+    mtp: MtpStats | None = None
+    """Of the MTP head's step, where one is trained."""
 
     def metrics(self) -> dict[str, float]:
         mismatch = ("k1", "k3", "chi2", "ess", "clipped_rate")
         learner = ("loss", "grad_norm", "train_s")
-        return {f"mismatch/{n}": getattr(self, n) for n in mismatch} | {
-            f"learner/{n}": getattr(self, n) for n in learner
-        }
+        return (
+            {f"mismatch/{n}": getattr(self, n) for n in mismatch}
+            | {f"learner/{n}": getattr(self, n) for n in learner}
+            | (self.mtp.metrics() if self.mtp else {})
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the policy makes of the rollout tokens of a packed group, M of them."""
+
+    log_probs: torch.Tensor  # [M, V] at the sampling temperature
+    hidden: torch.Tensor  # [M, H] behind the final norm
+
+    def of(self, targets: torch.Tensor) -> torch.Tensor:
+        """Log-probability of each token, [M]."""
+        return self.log_probs.gather(-1, targets[:, None])[:, 0]
 
 
 class Learner:
     """The policy in full precision and its optimiser."""
 
-    def __init__(self, folder: Path, config: LearnerConfig, temperature: float) -> None:
-        self._config, self._temperature = config, temperature
+    def __init__(
+        self,
+        folder: Path,
+        config: LearnerConfig,
+        temperature: float,
+        mtp: MtpTrainer | None = None,
+    ) -> None:
+        """`mtp`: a head of this model that is to follow the policy."""
+        self._config, self._temperature, self.mtp = config, temperature, mtp
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True
         )
@@ -123,9 +152,12 @@ class Learner:
         started = time.perf_counter()
         packed = [pack_group(group) for group in groups]
         num_tokens = sum(len(group.targets) for group in packed)
-        loss, ratios = 0.0, []
+        loss, ratios, responses = 0.0, [], list[Response]()
         for group, group_rewards in zip(packed, rewards, strict=True):
-            log_ratio = self._logprobs(group) - group.behaviour  # [M]
+            scores = self.score(group)
+            if self.mtp is not None:
+                responses += responses_of(group, scores, self.mtp.head.vocabulary)
+            log_ratio = scores.of(group.targets) - group.behaviour  # [M]
             part = self._loss(log_ratio, group_advantages(group_rewards)[group.sample])
             part = part.sum() / num_tokens
             part.backward()
@@ -136,22 +168,48 @@ class Learner:
         )
         if not bool(grad_norm.isfinite()):
             raise FloatingPointError(f"gradient norm is {float(grad_norm)}; the step is not taken")
+        mtp = self._train_head(groups, responses)  # before the policy is another
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return self._stats(torch.cat(ratios), loss, float(grad_norm), started)
+        stats = self._stats(torch.cat(ratios), loss, float(grad_norm), started)
+        return replace(stats, mtp=mtp)
 
-    def _logprobs(self, group: PackedGroup) -> torch.Tensor:
-        """log pi of every rollout token, [M]."""
+    def score(self, group: PackedGroup) -> Scores:
+        """What the policy makes of a group now."""
         with torch.autocast("cpu", torch.bfloat16, enabled=has_bf16_gemm()):
-            logits = self.model(
+            hidden = self.model.base_model(
                 input_ids=group.ids,
                 position_ids=group.positions,
                 attention_mask=group.mask,
-                logits_to_keep=group.predictors,
                 use_cache=False,
-            ).logits[0]  # [M, V]
-        log_probs = (logits.float() / self._temperature).log_softmax(-1)
-        return log_probs.gather(-1, group.targets[:, None])[:, 0]
+            ).last_hidden_state[0, group.predictors]  # [M, H]
+            logits = self.model.get_output_embeddings()(hidden)  # [M, V]
+        return Scores((logits.float() / self._temperature).log_softmax(-1), hidden)
+
+    def _logprobs(self, group: PackedGroup) -> torch.Tensor:
+        """log pi of every rollout token, [M]."""
+        return self.score(group).of(group.targets)
+
+    def _train_head(
+        self, groups: Sequence[RolloutGroup], responses: Sequence[Response]
+    ) -> MtpStats | None:
+        """One step of the MTP head, if one is trained, for the policy as it is now."""
+        if self.mtp is None:
+            return None
+        spans = [span for group in groups for s in group.samples for span in s.version_spans]
+        self.mtp.version = max((version for version, _ in spans), default=self.mtp.version)
+        return self.mtp.step(self.shared(self.mtp.head.vocabulary), responses)
+
+    def shared(self, vocabulary: torch.Tensor) -> Shared:
+        """What an MTP head of a draft vocabulary uses of the policy as it is now."""
+        model: Any = self.model
+        embedding = model.get_input_embeddings().weight.detach()
+        output = model.get_output_embeddings().weight.detach()
+        return Shared(embedding, output[vocabulary], self._temperature)
+
+    def mtp_tensors(self) -> dict[str, torch.Tensor] | None:
+        """The MTP head as it is now; None where none is trained."""
+        return None if self.mtp is None else self.mtp.tensors()
 
     def _loss(self, log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
         """Clipped surrogate a token, [M]."""
@@ -177,11 +235,7 @@ class Learner:
 
     def optimiser_tensors(self) -> dict[str, torch.Tensor]:
         """The optimiser's state by parameter name."""
-        return {
-            f"{name}.{key}": torch.as_tensor(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimiser.state[parameter].items()
-        }
+        return named_state(self.model, self.optimiser)
 
     def load(self, model: dict[str, torch.Tensor], optimiser: dict[str, torch.Tensor]) -> None:
         """Goes on from a checkpoint."""
@@ -189,9 +243,13 @@ class Learner:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(model[name])
-        for name, parameter in parameters.items():
-            keys = [k for k in optimiser if k.rpartition(".")[0] == name]
-            if keys:
-                self.optimiser.state[parameter] = {
-                    k.rpartition(".")[2]: optimiser[k].clone() for k in keys
-                }
+        load_state(self.model, self.optimiser, optimiser)
+
+
+def responses_of(group: PackedGroup, scores: Scores, vocabulary: torch.Tensor) -> list[Response]:
+    """A group's rollouts as an MTP head is taught them, without gradients."""
+    lens = torch.bincount(group.sample).tolist()
+    hidden = scores.hidden.detach().float()
+    law = scores.log_probs.detach()[:, vocabulary].exp()
+    parts = zip(group.targets.split(lens), hidden.split(lens), law.split(lens))
+    return [Response(ids, states, laws) for ids, states, laws in parts if len(ids)]

@@ -17,19 +17,26 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from actors.engine_spec import EngineSpec, make_draft_len, make_engine, make_policy, make_proposer
+from actors.engine_spec import (
+    EngineSpec,
+    make_draft_len,
+    make_engine,
+    make_policy,
+    make_proposer,
+    pack_weights,
+    read_mtp,
+)
 from proposers.history import HistoryProposer
+from proposers.mixture import MixtureProposer
 from quant.drift import Drift, measure_drift
-from quant.formats import FORMATS, FormatName
-from rollout.checkpoint import read_config
+from quant.formats import FormatName
 from rollout.draft_len import FixedDraftLen
 from rollout.engine import run_to_end
-from rollout.packing import digest, pack
+from rollout.packing import digest
 from rollout.probe import DriftProbe
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 
@@ -63,7 +70,9 @@ class Ladder:
         weights: Mapping[str, torch.Tensor],
         probe_ids: Sequence[Sequence[int]],
         history: Sequence[RolloutSample],
+        head: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """`head`: the MTP head where one drafts; None takes the one that the spec names."""
         quantised = QUANTISED_DEFAULT if spec.format == "none" else spec.format
         self._history = history
         if spec.mode == "lossless":  # the quantised weights have nobody to draft for them
@@ -79,8 +88,9 @@ class Ladder:
         reference: torch.Tensor | None = None
         for name, policy in self._policies.items():
             made = self._specs[name]
-            config = read_config(Path(made.model_folder))
-            packed = pack(weights.items(), config, FORMATS[made.target_format], made.torch_dtype)
+            packed = pack_weights(made, weights.items())
+            if made.has_head:
+                packed |= head or read_mtp(made)
             self._prepared[name] = (policy.load(packed), digest(packed))
             probe = DriftProbe(
                 make_policy(
@@ -98,20 +108,20 @@ class Ladder:
 
     def measure(self, requests: Sequence[RolloutRequest], repeats: int) -> list[Rung]:
         """Runs every rung `repeats` times, alternating, after one short warm-up each."""
-        for weights in self._policies:
+        for weights in self._specs:
             for speculative in (False, True):
                 self._run(weights, speculative, requests[:2])
         runs: dict[tuple[bool, str], list[tuple[float, list[RolloutSample]]]] = {}
         for repeat in range(repeats):
             seeded = [replace(r, run_seed=r.run_seed + 1 + repeat) for r in requests]
             for speculative in (False, True):
-                for weights in self._policies:
+                for weights in self._specs:
                     run = self._run(weights, speculative, seeded)
                     runs.setdefault((speculative, weights), []).append(run)
         rungs = [
             self._rung(speculative, weights, runs[speculative, weights], runs[False, weights])
             for speculative in (False, True)
-            for weights in self._policies
+            for weights in self._specs
         ]
         first = rungs[0].tokens_per_s
         return [replace(r, speedup_vs_first=r.tokens_per_s / first) for r in rungs]
@@ -124,7 +134,7 @@ class Ladder:
             self._specs[weights] if speculative else replace(self._specs[weights], proposer="none")
         )
         proposer = make_proposer(spec, self._policies[weights])
-        if isinstance(proposer, HistoryProposer):
+        if isinstance(proposer, HistoryProposer | MixtureProposer):
             for sample in self._history:
                 proposer.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
         engine = make_engine(
@@ -134,7 +144,7 @@ class Ladder:
             draft_len=self._draft_lens[weights] if speculative else FixedDraftLen(0),
         )
         prepared, name = self._prepared[weights]
-        engine.load(prepared, version=0, digest=name)
+        engine.load(prepared, version=0, digest=name, in_flight="interrupt")
         started = time.perf_counter()
         samples = run_to_end(engine, requests)
         seconds = time.perf_counter() - started

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,35 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.cluster import Prompt, RolloutCluster
 from actors.controller import Retired
+from actors.engine_spec import history_salt
 from actors.group_queue import RolloutGroup
 from actors.metrics import ClusterSnapshot, exactness_row, metrics_row
 from actors.ray_session import ray_session
 from recipes.arithmetic import ArithmeticTask, Problem, reward
-from recipes.config import RunConfig, cluster_config, engine_spec, sampling_params, to_yaml
+from recipes.config import (
+    HEAD_PROPOSERS,
+    RunConfig,
+    cluster_config,
+    engine_spec,
+    proposer_name,
+    sampling_params,
+    to_yaml,
+)
 from recipes.grpo import Learner, StepStats
 from recipes.ladder import Ladder, ladder_rows
 from recipes.live import LiveView
+from recipes.mtp_head import MtpHead
+from recipes.mtp_start import new_head
+from recipes.mtp_training import MtpTrainer
 from recipes.passport import outcome, passport
 from recipes.report import write_report
-from recipes.run_folder import Checkpoint, RunFolder
+from recipes.run_folder import Checkpoint, RunFolder, SavedHead
 from recipes.sink import MetricsSink
 from recipes.smollm2 import model_folder
 from recipes.stop_request import StopRequest
 from rollout.checkpoint import check_weights, read_config, read_tokenizer
 from rollout.errors import FleetDead, RolloutError, RolloutTimeout
+from rollout.mtp_weights import VERSION, load_mtp, save_mtp
 from rollout.request import RolloutSample
 from rollout.sampling import SamplingParams
 
@@ -121,12 +134,14 @@ def run(config: RunConfig, resume: Path | None = None, *, explain: bool = False)
         else:
             folder, checkpoint = RunFolder.resume(resume, to_yaml(config))
         stack.callback(folder.close)
+        config = _with_head(config, folder_of_model, folder, tokenizer)
         folder.write_json("passport.json", passport(config, folder_of_model))
         stop = stack.enter_context(StopRequest())
         view = stack.enter_context(LiveView(config.steps, config.name))
         view.phase("starting Ray and loading the model")
         torch.set_num_threads(config.learner.threads)
-        stack.enter_context(ray_session(num_cpus=config.actors.num * config.actors.cpus))
+        cores = config.actors.num * config.actors.cpus
+        stack.enter_context(ray_session(num_cpus=cores, address=config.actors.address))
         sink = stack.enter_context(
             MetricsSink(
                 folder.path,
@@ -138,7 +153,12 @@ def run(config: RunConfig, resume: Path | None = None, *, explain: bool = False)
         )
         fleet = cluster_config(config, folder_of_model, _probe_texts(config))
         cluster = stack.enter_context(RolloutCluster.launch(fleet))
-        learner = Learner(folder_of_model, config.learner, config.sampling.temperature)
+        learner = Learner(
+            folder_of_model,
+            config.learner,
+            config.sampling.temperature,
+            _head_trainer(config, folder_of_model, checkpoint),
+        )
         feeder = Feeder(cluster, config, tokenizer, sampling_params(config, eos))
         progress = _begin(config, cluster, learner, feeder, checkpoint)
         recorder = Recorder(folder, sink, view, tokenizer, feeder, explain=explain)
@@ -177,7 +197,7 @@ def _conclude(
     folder.write_json("summary.json", summary)
     write_report(folder.path)
     if progress.cluster:
-        _checkpoint(folder, cluster, learner, progress)
+        _checkpoint(folder, cluster, learner, progress, _saved_head(config, learner))
     return summary
 
 
@@ -185,6 +205,44 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The summary's plain values, the ladder's speeds among them, for W&B."""
     ladder = {f"ladder/{r['name']}/tokens_per_s": r["tokens_per_s"] for r in summary["ladder"]}
     return {k: v for k, v in summary.items() if isinstance(v, (int, float, str))} | ladder
+
+
+def _with_head(
+    config: RunConfig,
+    folder_of_model: Path,
+    folder: RunFolder,
+    tokenizer: PreTrainedTokenizerBase,
+) -> RunConfig:
+    """The config with an MTP head's file where one drafts: a new head, in the run's folder, for a
+    recipe that names none."""
+    if proposer_name(config) not in HEAD_PROPOSERS or config.mtp.path is not None:
+        return config
+    path = folder.path / "mtp.safetensors"
+    if not path.is_file():
+        texts = (problem.prompt + problem.answer for problem in _task(config).problems)
+        ids = [id_ for text in texts for id_ in tokenizer.encode(text, add_special_tokens=False)]
+        save_mtp(path, new_head(folder_of_model, ids), history_salt(folder_of_model))
+    return replace(config, mtp=replace(config.mtp, path=str(path)))
+
+
+def _head_trainer(
+    config: RunConfig, folder_of_model: Path, checkpoint: Checkpoint | None
+) -> MtpTrainer | None:
+    """The MTP head that is trained along, from the recipe's file or as a checkpoint left it."""
+    if config.mtp.path is None or not config.mtp.online:
+        return None
+    kept = checkpoint.mtp() if checkpoint else None
+    decoder, salt = read_config(folder_of_model), history_salt(folder_of_model)
+    tensors = load_mtp(kept or Path(config.mtp.path).expanduser(), decoder, salt)
+    trainer = MtpTrainer(
+        MtpHead.from_tensors(tensors, decoder),
+        learning_rate=config.mtp.learning_rate,
+        depths=config.mtp.depths,
+        version=int(tensors[VERSION]),
+    )
+    if checkpoint is not None and kept is not None:
+        trainer.load_optimiser(checkpoint.mtp_optimiser())
+    return trainer
 
 
 def _begin(
@@ -202,7 +260,7 @@ def _begin(
     state = checkpoint.state
     learner.load(checkpoint.model(), checkpoint.optimiser())
     cluster.restore(state["cluster"])
-    cluster.publish(state["step"], learner.model.named_parameters())
+    cluster.publish(state["step"], learner.model.named_parameters(), draft=learner.mtp_tensors())
     if (history := checkpoint.history()) is not None:
         cluster.load_history(history)
     finished = [RolloutSample.from_json(row) for row in state["cluster"]["finished"]]
@@ -241,10 +299,13 @@ def _train(
         recorder.samples(progress.step + 1, filtered, rewards, "filtered")
         _reach_boundary(cluster, feeder, recorder, progress, rewards)
         recorder.view.phase("publishing weights")
-        cluster.publish(progress.step, learner.model.named_parameters())
+        cluster.publish(
+            progress.step, learner.model.named_parameters(), draft=learner.mtp_tensors()
+        )
         recorder.step(progress, cluster.metrics(), stats, wait_s)
         if progress.step % config.checkpoint_every == 0 and progress.step < config.steps:
-            _checkpoint(recorder.folder, cluster, learner, progress)
+            head = _saved_head(config, learner)
+            _checkpoint(recorder.folder, cluster, learner, progress, head)
         if stop:
             progress.ended = "interrupted"
             return
@@ -362,8 +423,19 @@ class Recorder:
         progress.log_bytes = self.folder.log_bytes()
 
 
+def _saved_head(config: RunConfig, learner: Learner) -> SavedHead | None:
+    if learner.mtp is None:
+        return None
+    salt = history_salt(model_folder(config.model.path))
+    return SavedHead(learner.mtp.tensors(), learner.mtp.optimiser_tensors(), salt)
+
+
 def _checkpoint(
-    folder: RunFolder, cluster: RolloutCluster, learner: Learner, progress: Progress
+    folder: RunFolder,
+    cluster: RolloutCluster,
+    learner: Learner,
+    progress: Progress,
+    head: SavedHead | None = None,
 ) -> None:
     state = {
         "step": progress.step,
@@ -375,7 +447,7 @@ def _checkpoint(
     model = dict(learner.model.named_parameters())
     detached = {name: parameter.detach() for name, parameter in model.items()}
     folder.checkpoint(
-        progress.step, detached, learner.optimiser_tensors(), state, _history(cluster)
+        progress.step, detached, learner.optimiser_tensors(), state, _history(cluster), head
     )
 
 
@@ -403,12 +475,15 @@ def _ladder(
     prompts = {request.prompt_ids for request in requests}
     history = [s for s in recent[:-size] if s.request.prompt_ids in prompts]
     probe_ids = [tokenizer.encode(text, add_special_tokens=False) for text in _probe_texts(config)]
-    ladder = Ladder(
-        engine_spec(config, folder_of_model),
-        {name: p.detach() for name, p in learner.model.named_parameters()},
-        probe_ids,
-        history,
-    )
+    spec = engine_spec(config, folder_of_model)
+    weights = {name: p.detach() for name, p in learner.model.named_parameters()}
+    ladder: Ladder
+    if spec.engine == "vllm":
+        from recipes.ladder_vllm import VllmLadder
+
+        ladder = VllmLadder(spec, weights, probe_ids, history)
+    else:
+        ladder = Ladder(spec, weights, probe_ids, history, learner.mtp_tensors())
     return ladder_rows(ladder.measure(requests, config.ladder.repeats))
 
 

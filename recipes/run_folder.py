@@ -3,7 +3,8 @@
     config.yaml      resolved config            metrics.jsonl   one row a step (written by the sink)
     passport.json    model, machine, versions   samples.jsonl   one line a sample with a final fate
     summary.json     the closing numbers        report.html     one self-contained page
-    checkpoints/step-000012/                    model, optimiser and what the proposer remembers
+    checkpoints/step-000012/                    model, optimiser, what the proposer remembers, an
+                                                MTP head that is trained and its optimiser
                                                 (safetensors), state.json
 
 A checkpoint is written beside its final name and renamed, so there is never half of one. It notes
@@ -17,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollout.errors import RunFolderError
+from rollout.mtp_weights import save_mtp
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 HISTORY = "history.safetensors"
+MTP, MTP_OPTIMISER = "mtp.safetensors", "mtp_optimiser.safetensors"
 KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHead:
+    """An MTP head that is being trained."""
+
+    tensors: Mapping[str, torch.Tensor]
+    optimiser: Mapping[str, torch.Tensor]
+    salt: str
+    """Names the model it belongs to."""
 
 
 class RunFolder:
@@ -113,6 +127,7 @@ class RunFolder:
         optimiser: Mapping[str, torch.Tensor],
         state: Mapping[str, Any],
         history: Mapping[str, torch.Tensor] | None = None,
+        head: SavedHead | None = None,
     ) -> None:
         """Writes one checkpoint and removes all but the newest few. Raises RunFolderError.
         `state` holds `log_bytes`, the lengths of the logs it belongs to."""
@@ -125,6 +140,9 @@ class RunFolder:
             save_file(dict(optimiser), partial / "optimiser.safetensors")
             if history is not None:
                 save_file(dict(history), partial / HISTORY)
+            if head is not None:
+                save_mtp(partial / MTP, head.tensors, head.salt)
+                save_file(dict(head.optimiser), partial / MTP_OPTIMISER)
             (partial / "state.json").write_text(json.dumps(state))
             final = folder / f"step-{step:06d}"
             if final.exists():
@@ -164,6 +182,15 @@ class Checkpoint:
         left to ask."""
         file = self.path / HISTORY
         return load_file(file) if file.is_file() else None
+
+    def mtp(self) -> Path | None:
+        """File of the MTP head; None where none was trained."""
+        file = self.path / MTP
+        return file if file.is_file() else None
+
+    def mtp_optimiser(self) -> dict[str, torch.Tensor]:
+        """Of that head."""
+        return load_file(self.path / MTP_OPTIMISER)
 
 
 def _cut(log: Path, length: int) -> None:

@@ -26,6 +26,8 @@ law                 logits and sampling parameters -> the target law of each pos
 ledger              one fate for every sample
 llguidance_grammar  JSON schemas and regular expressions by llguidance
 lossless_policy     two models over one cache: quantised weights draft for full precision
+mtp_policy          a policy with an MTP head beside it, which reads its hidden states
+mtp_weights         the tensors of an MTP head: names, shapes, their check, their file
 native_engine       rounds of draft, score, verify, commit over a ragged batch of rows
 packing             weights as they travel: packed once, checked by every receiver
 paged_cache         which pages of a cache belong to which slot
@@ -37,9 +39,11 @@ round_cost          what one round did and took
 row                 a sequence in flight
 sampling            sampling parameters and the meaning of their edge values
 scheduler           who runs what in a round, and room in the cache for it
+smoothing           the same decoder with its outlier channels in the weights
 step_cost           what a forward costs by its number of tokens, as measured
 stop_text           stop strings over token ids
 streams             the randomness of one row, keyed by what it is for
+table_mtp           a policy and its MTP head that are tables
 table_policy        a policy whose law is a known table
 transformer_policy  a dense decoder with its own cache
 tree_yield          whether rounds of draft trees beat rounds of chains
@@ -79,6 +83,8 @@ __all__ = [
     "ledger",
     "llguidance_grammar",
     "lossless_policy",
+    "mtp_policy",
+    "mtp_weights",
     "native_engine",
     "packing",
     "paged_cache",
@@ -90,9 +96,11 @@ __all__ = [
     "row",
     "sampling",
     "scheduler",
+    "smoothing",
     "step_cost",
     "stop_text",
     "streams",
+    "table_mtp",
     "table_policy",
     "transformer_policy",
     "tree_yield",

@@ -24,7 +24,7 @@ from rollout.kernels import PHASES, Batch, Cache, find_kernels, pointer
 from rollout.kernels import Window as KernelWindow
 from rollout.packing import unpack
 from rollout.paged_cache import PAGE, PagedCache, pages_for
-from rollout.policy import Window, ancestors, num_in_place
+from rollout.policy import Scored, Window, ancestors, num_in_place
 
 
 class CompiledPolicy:
@@ -148,6 +148,28 @@ class CompiledPolicy:
     # ---- forward --------------------------------------------------------------------------
 
     def score(self, windows: Sequence[Window]) -> torch.Tensor:
+        return self._run(windows)
+
+    def score_hidden(self, windows: Sequence[Window], inputs: torch.Tensor | None = None) -> Scored:
+        num_scored = sum(window.num_logits for window in windows)
+        hidden = torch.empty(num_scored, self.config.hidden_size)
+        return Scored(self._run(windows, inputs, hidden), hidden)
+
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        assert self.weights is not None, "no weights are in force"
+        ids = np.array(token_ids, dtype=np.int32)
+        embedded = torch.empty(len(ids), self.config.hidden_size)
+        embed = self._kernels.library.er_embed
+        embed(self.weights.model, ids.ctypes.data, len(ids), pointer(embedded))
+        return embedded
+
+    def _run(
+        self,
+        windows: Sequence[Window],
+        inputs: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [M, V] of the windows; fills `hidden` [M, H], runs `inputs` [N, H] where given."""
         assert self.weights is not None, "no weights are in force"
         ids: list[int] = []
         positions: list[int] = []
@@ -170,14 +192,18 @@ class CompiledPolicy:
                 visible = masks[-1].ctypes.data
             table = self.cache.tables[window.slot].ctypes.data
             kernel_windows[index] = KernelWindow(first, length, window.start, 0, table, visible)
+        assert inputs is None or (inputs.shape, inputs.dtype) == (
+            (len(ids), self.config.hidden_size),
+            torch.float32,
+        ), "one float32 input a token"
         logits = torch.empty(len(wanted), self.vocab_size)
         flat = [np.array(numbers, dtype=np.int32) for numbers in (ids, positions, wanted)]
         if ids:
             batch = Batch(
                 len(ids), len(windows), len(wanted), torch.get_num_threads(),
                 flat[0].ctypes.data, flat[1].ctypes.data, ctypes.addressof(kernel_windows),
-                flat[2].ctypes.data, pointer(self._cos), pointer(self._sin), pointer(logits),
-                self._seconds.ctypes.data,
+                flat[2].ctypes.data, pointer(self._cos), pointer(self._sin), pointer(inputs),
+                pointer(logits), pointer(hidden), self._seconds.ctypes.data,
             )  # fmt: skip
             self._forward(self.weights.model, self._kernel_cache, batch, self._scratch)
         for window in windows:

@@ -24,7 +24,7 @@ import torch
 
 from rollout.decoder_forward import Bucket, Step, hiding_mask
 from rollout.graph_capture import Capture
-from rollout.policy import Window
+from rollout.policy import Scored, Window
 
 FREE_TOKENS = 128
 """A forward of so few tokens waits for weights, not for arithmetic: the ratio of the two in bf16 is 153
@@ -63,12 +63,13 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Callable[[Step], tuple[torch.Tensor, torch.Tensor]],
+        forward: Callable[[Step], tuple[Scored, torch.Tensor]],
         capture: Capture,
         *,
         scratch: int,
         context_len: int,
         vocab_size: int,
+        hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
         max_len: int,
@@ -79,6 +80,7 @@ class DecodeGraphs:
         self._device, self._max_len, self._max_graphs = device, max_len, max_graphs
         num_tokens = min(MAX_TOKENS, padded_rows(scratch) * max_len)
         self._logits = torch.empty(num_tokens, vocab_size, device=device)
+        self._hidden = torch.empty(num_tokens, hidden_size, device=device)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._graphs: dict[Shape, _Graph] = {}
         """In order of their last use."""
@@ -89,8 +91,8 @@ class DecodeGraphs:
         counts = {f"graphs/{name}": float(count) for name, count in self._counts.items()}
         return counts | {"graphs/kept": float(len(self._graphs))}
 
-    def score(self, windows: Sequence[Window]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `forward` returns for the windows, logits as a copy; None where they fit no shape."""
+    def score(self, windows: Sequence[Window]) -> tuple[Scored, torch.Tensor] | None:
+        """What `forward` returns for the windows, as copies; None where they fit no shape."""
         shape = self.shape(windows)
         if shape is None:
             self._counts["eager"] += 1
@@ -100,7 +102,7 @@ class DecodeGraphs:
         graph.replay()
         self._counts["replayed"] += 1
         scored = torch.tensor(_scored(windows, shape.length), device=self._device)
-        return self._logits[scored], self._finite
+        return Scored(self._logits[scored], self._hidden[scored]), self._finite
 
     def shape(self, windows: Sequence[Window]) -> Shape | None:
         """The shape that windows are padded to; None where they are not replayed."""
@@ -129,8 +131,9 @@ class DecodeGraphs:
         inputs = self._inputs((), shape).to(self._device)
 
         def run() -> None:
-            logits, finite = self._forward(decode_step(inputs, shape, self._dtype))
-            self._logits[: shape.num_tokens] = logits
+            scored, finite = self._forward(decode_step(inputs, shape, self._dtype))
+            self._logits[: shape.num_tokens] = scored.logits
+            self._hidden[: shape.num_tokens] = scored.hidden
             self._finite.copy_(finite)
 
         self._counts["captured"] += 1

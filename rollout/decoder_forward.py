@@ -21,6 +21,7 @@ from quant.int8 import Int8Weight
 from quant.linear import Linear
 from rollout.decoder import DecoderConfig
 from rollout.decoder_weights import Matrix
+from rollout.policy import Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +106,17 @@ class Step:
     positions: torch.Tensor  # [N] what is rotated by; the entry itself in a chain
     buckets: tuple[Bucket, ...]
     scored: torch.Tensor | None  # [M] tokens whose predictions are asked for; None: all
+    inputs: torch.Tensor | None = None  # [N, hidden] in place of the embeddings of the ids
 
 
 def forward(
     config: DecoderConfig, weights: DecoderWeights, cache: SlotCache, step: Step
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [M, V] float32 of the scored tokens, and whether all that was computed is finite []."""
+) -> tuple[Scored, torch.Tensor]:
+    """The scored tokens in float32, and whether all that was computed is finite []."""
     eps = config.norm_eps
     cos, sin = cache.cos[step.positions, None], cache.sin[step.positions, None]  # [N, 1, D]
-    hidden = _embed(weights.embedding, step.ids, cache.cos.dtype)  # [N, hidden]
+    dtype = cache.cos.dtype
+    hidden = embed(weights.embedding, step.ids, dtype) if step.inputs is None else step.inputs
     for layer, block in enumerate(weights.blocks):
         keys, values = cache.keys[layer], cache.values[layer]
         normed = _norm(hidden, block.attention_norm, eps)
@@ -126,9 +129,12 @@ def forward(
         hidden = hidden + block.down(F.silu(gate) * up)
     finite = hidden.isfinite().all()
     scored = hidden if step.scored is None else hidden[step.scored]  # [M, hidden]
+    normed = _norm(scored, weights.norm, eps)
     if not len(scored):
-        return hidden.new_empty(0, config.vocab_size, dtype=torch.float32), finite
-    return weights.head(_norm(scored, weights.norm, eps)).float(), finite
+        logits = hidden.new_empty(0, config.vocab_size, dtype=torch.float32)
+    else:
+        logits = weights.head(normed).float()
+    return Scored(logits, normed.float()), finite
 
 
 def hiding_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -137,7 +143,8 @@ def hiding_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
 
 
-def _embed(embedding: Matrix, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def embed(embedding: Matrix, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Embeddings [n, hidden] of ids [n]."""
     if isinstance(embedding, Int8Weight):
         return (embedding.values[ids].float() * embedding.scales[ids, None]).to(dtype)
     return F.embedding(ids, embedding)

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
 
 from rollout.proposer import Remembering
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
@@ -80,6 +82,23 @@ class Engine(Protocol):
     def explain(self) -> str:
         """Why the last round drafted as much as it did, for people."""
         ...
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """An engine that alone can say what its weights predict, once they are in force."""
+
+    def probe(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Log-probabilities [N, V] at every position but the last of each sequence; rows in flight
+        wait meanwhile. Raises InvalidWeights where they are not numbers."""
+        ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """An engine that holds its memory until it is told to give it back."""
+
+    def close(self) -> None: ...
 
 
 def run_to_end(

@@ -110,7 +110,8 @@ class Batch(ctypes.Structure):
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "ids", "positions", "window", "wanted", "cos", "sin", "logits", "seconds",
+                "ids", "positions", "window", "wanted", "cos", "sin", "inputs", "logits", "hidden",
+                "seconds",
             )
         ),
     ]  # fmt: skip
@@ -199,6 +200,10 @@ def load(path: Path, build_s: float = 0.0) -> Kernels:
     ]  # fmt: skip
     library.er_linear.restype = None
     library.er_instructions.restype = ctypes.c_char_p
+    library.er_embed.argtypes = [
+        ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p,
+    ]  # fmt: skip
+    library.er_embed.restype = None
     pointers = [ctypes.POINTER(kind) for kind in (Model, Cache, Batch)]
     for forward in (library.er_forward_float, library.er_forward_bf16):
         forward.argtypes, forward.restype = [*pointers, ctypes.c_void_p], None

@@ -28,14 +28,9 @@ def pack(
 ) -> dict[str, torch.Tensor]:
     """Packs a full set of named weights. Raises InvalidWeights for missing, unknown, misshapen or
     non-finite tensors; a tied head that is sent as well counts as the embedding's alias."""
-    tensors = {name: t.detach() for name, t in named if name not in config.aliases()}
-    _check_names(tensors, config)
     packed: dict[str, torch.Tensor] = {}
     quantised = quantised_matrices(config, format_)
-    for name, shape in (config.matrix_shapes() | config.other_shapes()).items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise InvalidWeights(f"{name}: got shape {tuple(tensor.shape)}, expected {shape}")
+    for name, tensor in complete(named, config).items():
         if name not in quantised:
             packed[name] = tensor.to(dtype).contiguous()
             if not bool(packed[name].isfinite().all()):
@@ -47,6 +42,21 @@ def pack(
             raise InvalidWeights(f"{name}: {error}") from error
         packed[name], packed[name + SCALE] = weight.values, weight.scales
     return packed
+
+
+def complete(
+    named: Iterable[tuple[str, torch.Tensor]], config: DecoderConfig
+) -> dict[str, torch.Tensor]:
+    """Named weights in the model's order, aliases left out. Raises InvalidWeights for missing, unknown
+    and misshapen ones."""
+    tensors = {name: t.detach() for name, t in named if name not in config.aliases()}
+    shapes = config.matrix_shapes() | config.other_shapes()
+    _check_same_names(set(tensors), set(shapes))
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            got = tuple(tensors[name].shape)
+            raise InvalidWeights(f"{name}: got shape {got}, expected {shape}")
+    return {name: tensors[name] for name in shapes}
 
 
 def unpack(
@@ -99,10 +109,6 @@ def quantised_matrices(config: DecoderConfig, format_: Format) -> dict[str, torc
         return {}
     blocks = dict.fromkeys(config.matrix_shapes(), format_.scale_dtype)
     return blocks | {config.head_name: torch.float32}
-
-
-def _check_names(tensors: Mapping[str, torch.Tensor], config: DecoderConfig) -> None:
-    _check_same_names(set(tensors), set(config.matrix_shapes()) | set(config.other_shapes()))
 
 
 def _check_same_names(got: set[str], expected: set[str]) -> None:

@@ -119,6 +119,28 @@ class Policy(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The scored tokens of a forward."""
+
+    logits: torch.Tensor  # [M, V]
+    hidden: torch.Tensor  # [M, H] float32: behind the final norm, what the output head reads
+
+
+class HiddenPolicy(Policy, Protocol):
+    """A policy that shows its hidden states, of H numbers, and can be run on others than its own
+    embeddings."""
+
+    def score_hidden(self, windows: Sequence[Window], inputs: torch.Tensor | None = None) -> Scored:
+        """As `score`, with the hidden states. `inputs` [tokens of all windows, H] stand in place of the
+        embeddings of their ids."""
+        ...
+
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Embeddings [n, H] float32 of ids under the weights in force."""
+        ...
+
+
 def num_in_place(kept: Sequence[int]) -> int:
     """How many of the entries that `Policy.compact` keeps need not move; checks their order."""
     steps = zip((ROOT, *kept), kept)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from rollout.errors import InvalidConfig, InvalidWeights
-from rollout.policy import Window, num_in_place
+from rollout.policy import Scored, Window, num_in_place
 
 Table = Callable[[tuple[int, ...]], torch.Tensor]
 """Tokens so far -> logits [V]."""
@@ -76,6 +76,14 @@ class TablePolicy:
                 path = [cached[window.start + i] for i in window.path(index)]
                 logits.append(self._table((*cached[: window.start], *path)))
         return torch.stack(logits) if logits else torch.empty(0, self.vocab_size)  # [N, V]
+
+    def score_hidden(self, windows: Sequence[Window], inputs: torch.Tensor | None = None) -> Scored:
+        """With hidden states of one number each, of no account: a table looks at ids alone."""
+        logits = self.score(windows)
+        return Scored(logits, torch.zeros(len(logits), 1))
+
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(len(token_ids), 1)
 
     def grow(self, slot: int, length: int) -> bool:
         num_more = length - len(self._entries[slot])

@@ -17,6 +17,7 @@ J key/value heads, D head size.
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,13 +32,14 @@ from rollout.decoder_forward import (
     DecoderWeights,
     SlotCache,
     Step,
+    embed,
     forward,
     hiding_mask,
 )
 from rollout.decoder_weights import Matrix, block_tensors, plain, rotations
 from rollout.graph_capture import Capture
 from rollout.packing import unpack
-from rollout.policy import Window, ancestors, num_in_place
+from rollout.policy import Scored, Window, ancestors, num_in_place
 
 
 def default_dtype(device: str = "cpu") -> torch.dtype:
@@ -105,6 +107,7 @@ class TransformerPolicy:
             scratch=self.num_slots,
             context_len=self.context_len,
             vocab_size=self.vocab_size,
+            hidden_size=self.config.hidden_size,
             dtype=self.dtype,
             device=self.device,
             max_len=self._max_graph_len,
@@ -192,18 +195,32 @@ class TransformerPolicy:
 
     # ---- forward --------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def score(self, windows: Sequence[Window]) -> torch.Tensor:
+        return self.score_hidden(windows).logits
+
+    @torch.inference_mode()
+    def score_hidden(self, windows: Sequence[Window], inputs: torch.Tensor | None = None) -> Scored:
+        """As `HiddenPolicy` says; rounds with `inputs` are not replayed."""
         assert self.weights is not None, "no weights are in force"
         for window in windows:
             end = window.start + len(window.token_ids)
             assert end <= self.context_len, f"window ends at {end}, context {self.context_len}"
-        result = None if self.graphs is None else self.graphs.score(windows)
-        logits, finite = result or self._forward(self._plan(windows))
+        if inputs is not None:
+            step = replace(self._plan(windows), inputs=inputs.to(self.device, self.dtype))
+            scored, finite = self._forward(step)
+        else:
+            replayed = None if self.graphs is None else self.graphs.score(windows)
+            scored, finite = replayed or self._forward(self._plan(windows))
         self._finite, self._unread = self._finite & finite, True
-        return logits  # [sum of num_logits, V]
+        return scored
 
-    def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
+        assert self.weights is not None, "no weights are in force"
+        ids = torch.tensor(token_ids, dtype=torch.long, device=self.device)
+        return embed(self.weights.embedding, ids, torch.float32).float()
+
+    def _forward(self, step: Step) -> tuple[Scored, torch.Tensor]:
         assert self.weights is not None
         cache = SlotCache(self._keys, self._values, self._cos, self._sin)
         return forward(self.config, self.weights, cache, step)

@@ -16,19 +16,15 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
-
 from actors.engine_spec import EngineSpec, make_engine, pack_folder
 from quant.formats import FORMATS, FormatName
 from recipes.arithmetic import ArithmeticTask
+from recipes.recorded_rollouts import Recording, Rollout
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_config, read_tokenizer
 from rollout.request import RolloutRequest, RolloutSample
@@ -52,62 +48,6 @@ QUESTIONS = (
     "Describe a bakery in a small town on a winter morning.",
     "Why do leaves turn red in autumn?",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sample; log-probabilities of the law that was sampled."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """Samples of each prompt, in order of sample index."""
-
-    prompts: tuple[tuple[int, ...], ...]
-    rollouts: tuple[tuple[Rollout, ...], ...]
-    temperature: float
-    quant: FormatName
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(one.token_ids) for of_prompt in self.rollouts for one in of_prompt)
-
-    def save(self, path: Path) -> None:
-        """As safetensors: everything flat, with lengths."""
-        flat = [one for of_prompt in self.rollouts for one in of_prompt]
-        tensors = {
-            "prompt_ids": torch.tensor([i for p in self.prompts for i in p], dtype=torch.int32),
-            "prompt_lens": torch.tensor([len(p) for p in self.prompts]),  # [P]
-            "token_ids": torch.tensor([i for r in flat for i in r.token_ids], dtype=torch.int32),
-            "logprobs": torch.tensor([x for r in flat for x in r.logprobs], dtype=torch.float32),
-            "token_lens": torch.tensor([len(r.token_ids) for r in flat]).view(
-                len(self.prompts), -1
-            ),
-        }
-        about = {"temperature": str(self.temperature), "quant": self.quant}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, metadata=about)
-
-    @staticmethod
-    def load(path: Path) -> "Recording":
-        with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            about = file.metadata()
-        prompts = tensors["prompt_ids"].split(tensors["prompt_lens"].tolist())
-        lens = tensors["token_lens"]  # [P, N]
-        ids = tensors["token_ids"].split(lens.flatten().tolist())
-        logprobs = tensors["logprobs"].split(lens.flatten().tolist())
-        flat = [Rollout(tuple(i.tolist()), tuple(x.tolist())) for i, x in zip(ids, logprobs)]
-        num = lens.shape[1]
-        return Recording(
-            tuple(tuple(p.tolist()) for p in prompts),
-            tuple(tuple(flat[at : at + num]) for at in range(0, len(flat), num)),
-            float(about["temperature"]),
-            about["quant"],
-        )
 
 
 def make_prompts(num: int, tokenizer: Any, seed: int) -> list[tuple[int, ...]]:
@@ -141,9 +81,11 @@ def record(
     seed: int,
     num_rows: int,
     tell: Callable[[str], None],
+    folder: Path | None = None,
+    stop_strings: tuple[str, ...] = (),
 ) -> Recording:
-    """Plain decoding of `num_samples` rollouts a prompt."""
-    folder = model_folder("smollm2")
+    """Plain decoding of `num_samples` rollouts a prompt, of SmolLM2 or the model of `folder`."""
+    folder = folder or model_folder("smollm2")
     spec = EngineSpec(
         str(folder),
         mode="full" if quant == "none" else "quantised",
@@ -158,6 +100,7 @@ def record(
         temperature=temperature,
         max_new_tokens=num_tokens,
         eos_token_ids=read_config(folder).eos_token_ids,
+        stop_strings=stop_strings,
     )
     requests = [
         RolloutRequest(f"{p}/{s}", f"g{p}", f"p{p}", s, ids, sampling, run_seed=seed)

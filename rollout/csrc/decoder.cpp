@@ -36,7 +36,9 @@ struct Batch {
   const Window* window;            // [windows]
   const int32_t* wanted;           // [scored] token indices
   const float *cos, *sin;          // [context, head_dim / 2]
+  const float* inputs;             // [tokens, hidden] in place of the ids' embeddings, or null
   float* logits;                   // [scored, head.rows]
+  float* hidden;                   // [scored, hidden] what the head reads, or null
   double* seconds;                 // [PHASES] added to
 };
 
@@ -171,7 +173,14 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
       quantise_for(next, t, hidden);
     };
 
-    each_token(n, [&](int t) { unpack_row(m.embedding, b.ids[t], &s.hidden[(size_t)t * hidden]); });
+    each_token(n, [&](int t) {
+      float* x = &s.hidden[(size_t)t * hidden];
+      if (b.inputs) {
+        std::memcpy(x, b.inputs + (size_t)t * hidden, hidden * sizeof(float));
+      } else {
+        unpack_row(m.embedding, b.ids[t], x);
+      }
+    });
     meet(EMBED);
     for (int layer = 0; layer < m.layers; layer++) {
       const Block& block = m.blocks[layer];
@@ -224,6 +233,7 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
     }
     each_token(b.scored, [&](int i) {
       rms_norm(&s.hidden[(size_t)b.wanted[i] * hidden], m.norm, hidden, m.eps, &s.normed[(size_t)i * hidden]);
+      if (b.hidden) std::memcpy(b.hidden + (size_t)i * hidden, &s.normed[(size_t)i * hidden], hidden * sizeof(float));
     });
     meet(NORM);
     linear(m.head, input(hidden), b.scored, b.logits, m.head.rows, SET, thread, threads);
@@ -261,6 +271,11 @@ void er_linear(const Linear* m, const float* x, int tokens, float* y, int thread
   const Input in{x, q.data(), step.data(), m->cols, q_cols};
 #pragma omp parallel num_threads(threads)
   linear(*m, in, tokens, y, m->rows, SET, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// Embeddings [tokens, hidden] of ids.
+void er_embed(const Model* m, const int32_t* ids, int tokens, float* y) {
+  for (int t = 0; t < tokens; t++) unpack_row(m->embedding, ids[t], y + (size_t)t * m->hidden);
 }
 
 // Runs the batch and fills its logits.

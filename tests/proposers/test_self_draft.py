@@ -135,7 +135,7 @@ def assert_recorded_as_one_forward_has_it(policy: Policy, samples: list[RolloutS
 def test_log_probabilities_are_those_of_full_precision_bit_for_bit(
     format_: FormatName, sampling: SamplingParams, tiny_llama: Path
 ) -> None:
-    spec = spec_of(tiny_llama, format=format_)
+    spec = spec_of(tiny_llama, format=format_, smoothing=0.0)  # some drafts are refused
     requests = [request(f"r{i}", tuple(range(5, 8 + 5 * i)), sampling) for i in range(6)]
     engine, samples = emitted(spec, requests)
     plain = float32_policy(tiny_llama)

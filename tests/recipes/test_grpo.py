@@ -7,9 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
+import recipes.grpo
 from actors.group_queue import RolloutGroup
 from recipes.config import LearnerConfig
-from recipes.grpo import Learner, group_advantages, pack_group
+from recipes.grpo import (
+    Learner,
+    PackedGroup,
+    Scores,
+    group_advantages,
+    pack_group,
+    responses_of,
+)
+from recipes.mtp_head import MtpHead
+from recipes.mtp_training import MtpTrainer, Response, acceptance
+from rollout.checkpoint import read_config, read_weights
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
 from rollout.sampling import SamplingParams
 
@@ -126,3 +137,97 @@ def test_a_resumed_learner_takes_the_same_step(tiny_llama: Path) -> None:
         learner.step([group_of()], [[0.0, 1.0, 0.0]])
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=0)
+
+
+# ---- the MTP head beside the policy --------------------------------------------------------
+
+
+def head_trainer(folder: Path, learning_rate: float = 1e-3) -> MtpTrainer:
+    vocabulary = torch.arange(0, 300, 2)
+    head = MtpHead.from_policy(read_weights(folder), read_config(folder), vocabulary)
+    return MtpTrainer(head, learning_rate=learning_rate, depths=2)
+
+
+def test_the_policy_steps_the_same_with_and_without_the_heads_training(tiny_llama: Path) -> None:
+    """Bit for bit: gradients of the step, parameters, the optimiser's state and what is reported."""
+    config, trainer = LearnerConfig(learning_rate=1e-3), head_trainer(tiny_llama)
+    before, seen = trainer.tensors(), []
+    for mtp in (None, trainer):
+        learner, gradients = Learner(tiny_llama, config, 0.7, mtp), []
+        learner.optimiser.register_step_pre_hook(
+            lambda *_, learner=learner, gradients=gradients: gradients.append(
+                [p.grad.clone() for p in learner.model.parameters()]
+            )
+        )
+        for rewards in ([1.0, 0.0, 0.0], [0.0, 1.0, 0.0]):
+            stats = learner.step([group_of(), group_of()], [rewards, rewards])
+        parameters = {n: p.detach() for n, p in learner.model.named_parameters()}
+        seen.append((gradients, parameters, learner.optimiser_tensors(), stats.k3, stats.loss))
+        assert (stats.mtp is None) == (mtp is None)
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    assert not torch.equal(trainer.tensors()["mtp.proj.weight"], before["mtp.proj.weight"])
+
+
+def test_a_head_that_reached_into_the_policy_would_be_seen(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control of the test above: hidden states that keep their gradients."""
+    inner = recipes.grpo.responses_of
+
+    def attached(group: PackedGroup, scores: Scores, vocabulary: torch.Tensor) -> list[Response]:
+        lens = [len(r.token_ids) for r in inner(group, scores, vocabulary)]
+        states = scores.hidden.split(lens)
+        return [replace(r, hidden=h) for r, h in zip(inner(group, scores, vocabulary), states)]
+
+    monkeypatch.setattr(recipes.grpo, "responses_of", attached)
+    learner = Learner(tiny_llama, LearnerConfig(), 0.7, head_trainer(tiny_llama))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        learner.step([group_of()], [[1.0, 0.0, 0.0]])
+
+
+def test_the_head_is_taught_the_policys_own_states_and_laws(learner: Learner) -> None:
+    """Reference: each rollout alone."""
+    vocabulary, packed = torch.arange(0, 300, 2), pack_group(group_of())
+    responses = responses_of(packed, learner.score(packed), vocabulary)
+    assert not any(r.hidden.requires_grad or r.law.requires_grad for r in responses)
+    for ids, response in zip(RESPONSES, responses, strict=True):
+        whole = learner.model(torch.tensor([[*PROMPT, *ids]]), output_hidden_states=True)
+        foretelling = slice(len(PROMPT) - 1, len(PROMPT) - 1 + len(ids))
+        assert response.token_ids.tolist() == list(ids)
+        hidden = whole.hidden_states[-1][0, foretelling]
+        torch.testing.assert_close(response.hidden, hidden, atol=1e-4, rtol=1e-4)
+        law = (whole.logits[0, foretelling] / 0.7).softmax(-1)[:, vocabulary]
+        torch.testing.assert_close(response.law, law, atol=1e-4, rtol=1e-4)
+
+
+def test_an_empty_rollout_gives_the_head_nothing(learner: Learner) -> None:
+    packed = pack_group(group_of(((8, 9), (), (10,))))
+    responses = responses_of(packed, learner.score(packed), torch.arange(300))
+    assert [r.token_ids.tolist() for r in responses] == [[8, 9], [10]]
+
+
+def test_the_head_notes_the_version_of_the_rollouts_it_saw(tiny_llama: Path) -> None:
+    group = group_of()
+    later = [replace(s, version_spans=((3, 1), (4, len(s.token_ids) - 1))) for s in group.samples]
+    learner = Learner(tiny_llama, LearnerConfig(), 0.7, head_trainer(tiny_llama))
+    learner.step([group_of(), replace(group, samples=tuple(later))], [[1.0, 0.0, 0.0]] * 2)
+    tensors = learner.mtp_tensors()
+    assert tensors is not None and tensors["mtp.version"].item() == 4
+    assert Learner(tiny_llama, LearnerConfig(), 0.7).mtp_tensors() is None
+
+
+def test_a_head_that_is_trained_follows_a_policy_that_changes(tiny_llama: Path) -> None:
+    """Against its twin that stands still, on the policy after some steps."""
+    trainer = head_trainer(tiny_llama)
+    frozen = MtpHead.from_tensors(trainer.tensors(), read_config(tiny_llama))
+    learner = Learner(tiny_llama, LearnerConfig(learning_rate=3e-3), 1.0, trainer)
+    for _ in range(15):
+        learner.step([group_of()], [[1.0, 0.0, 0.0]])
+    packed = pack_group(group_of())
+    with torch.no_grad():
+        responses = responses_of(packed, learner.score(packed), trainer.head.vocabulary)
+        shared = learner.shared(trainer.head.vocabulary)
+        (kept, *_), (stood, *_) = (
+            acceptance(head, shared, responses, 2) for head in (trainer.head, frozen)
+        )
+    assert kept > stood + 0.05

@@ -17,9 +17,13 @@ from safetensors.torch import load_file
 
 import recipes.run
 from actors.cluster import RolloutCluster
+from actors.engine_spec import history_salt
 from recipes.cli import main
+from recipes.mtp_head import MtpHead
 from recipes.run_folder import Checkpoint, RunFolder
+from rollout.checkpoint import read_config, read_weights
 from rollout.errors import FleetDead, RolloutTimeout
+from rollout.mtp_weights import load_mtp, save_mtp
 from tests.recipes.test_sink import wandb_files, wandb_history
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
@@ -146,6 +150,50 @@ def test_ctrl_c_ends_at_a_step_and_resume_goes_on_without_loss_or_repeat(
     assert_one_fate_each(run, summary)
     assert [row["learner/step"] for row in lines(run, "metrics.jsonl")] == [1, 2, 3, 4]
     assert summary["accepted_samples"] >= stopped["accepted_samples"]
+
+
+def test_a_run_trains_its_head_and_a_resumed_one_goes_on_with_it(
+    tiny_words: list[str],
+    tiny_llama: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is published is the file's head, then the one trained, then the checkpoint's."""
+    config, salt = read_config(tiny_llama), history_salt(tiny_llama)
+    made = MtpHead.from_policy(read_weights(tiny_llama), config, torch.arange(0, 300, 2))
+    save_mtp(tmp_path / "head.safetensors", made.tensors(version=0), salt)
+    inner, drafts = RolloutCluster.publish, list[dict[str, torch.Tensor] | None]()
+
+    def publish(cluster: RolloutCluster, version: int, named: Any, draft: Any = None) -> Any:
+        drafts.append(draft)
+        return inner(cluster, version, named, draft=draft)
+
+    monkeypatch.setattr(RolloutCluster, "publish", publish)
+    options = [f"mtp.path={tmp_path / 'head.safetensors'}", "proposer=mtp", "ladder.enabled=false"]
+    assert main([*tiny_words, "steps=2", *options]) == 0
+    (run,) = tmp_path.glob("*-quickstart")
+    kept = load_mtp(run / "checkpoints" / "step-000002" / "mtp.safetensors", config, salt)
+    assert drafts[0] is None and drafts[1] is not None and len(drafts) == 3
+    torch.testing.assert_close(drafts[2], kept, rtol=0, atol=0)
+    assert not torch.equal(kept["mtp.proj.weight"], made.proj.weight)
+    assert all(0 < row["mtp/acceptance_depth1"] < 1 for row in lines(run, "metrics.jsonl"))
+    assert main(["run", "--resume", str(run), "--json", "steps=3"]) == 0
+    torch.testing.assert_close(drafts[3], kept, rtol=0, atol=0)
+    assert drafts[4] is not None
+    assert not torch.equal(drafts[4]["mtp.proj.weight"], kept["mtp.proj.weight"])
+
+
+def test_a_recipe_that_names_no_head_begins_one_and_tells_its_lag(
+    tiny_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny_words, "steps=2", "proposer=mixture", "ladder.enabled=false"]) == 0
+    assert last_json(capsys)["acceptance_rate"] > 0
+    (run,) = tmp_path.glob("*-quickstart")
+    assert (run / "mtp.safetensors").is_file()
+    rows = lines(run, "metrics.jsonl")
+    assert all(0 <= row["spec/draft_lag"] <= 2 for row in rows)
+    assert all("mtp/loss" in row and row["mtp/tokens"] > 0 for row in rows if "learner/loss" in row)
 
 
 @pytest.mark.parametrize("error", [FleetDead, RolloutTimeout])

@@ -8,8 +8,11 @@ from safetensors import SafetensorError
 
 from actors.weights import as_tensor, to_arrays
 from proposers.history import HistoryProposer
-from recipes.run_folder import Checkpoint, RunFolder
+from recipes.mtp_head import MtpHead
+from recipes.run_folder import Checkpoint, RunFolder, SavedHead
+from rollout.checkpoint import read_config
 from rollout.errors import RunFolderError
+from rollout.mtp_weights import load_mtp
 
 MODEL = {"w": torch.arange(4.0)}
 STATE = {"step": 1, "log_bytes": {}}
@@ -50,6 +53,24 @@ def test_a_checkpoint_holds_what_the_proposer_remembers_if_it_does(tmp_path: Pat
     made.checkpoint(3, MODEL, {}, STATE)
     made.close()
     assert RunFolder.resume(made.path, CONFIG)[1].history() is None
+
+
+def test_a_checkpoint_holds_the_head_that_is_trained_if_one_is(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """As a file that can be drafted with, and its optimiser."""
+    made, config = folder(tmp_path), read_config(tiny_llama)
+    tensors = MtpHead(config, torch.arange(5)).tensors(version=1)
+    head = SavedHead(tensors, {"norm.weight.step": torch.tensor(3.0)}, salt="a model")
+    made.checkpoint(1, MODEL, {}, STATE, head=head)
+    kept = Checkpoint(made.path / "checkpoints" / "step-000001")
+    file = kept.mtp()
+    assert file is not None
+    torch.testing.assert_close(load_mtp(file, config, "a model"), tensors, rtol=0, atol=0)
+    assert kept.mtp_optimiser() == head.optimiser
+    made.checkpoint(2, MODEL, {}, STATE)
+    made.close()
+    assert RunFolder.resume(made.path, CONFIG)[1].mtp() is None
 
 
 def test_going_on_cuts_the_logs_to_the_checkpoint(tmp_path: Path) -> None:

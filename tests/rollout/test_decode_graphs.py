@@ -15,7 +15,7 @@ from rollout.checkpoint import read_config
 from rollout.decode_graphs import DecodeGraphs, Shape, padded_entries, padded_rows
 from rollout.decoder_forward import DecoderWeights, Step
 from rollout.graph_capture import CudaCapture, TapeCapture
-from rollout.policy import Window
+from rollout.policy import Scored, Window
 from rollout.sampling import SamplingParams
 from rollout.transformer_policy import TransformerPolicy
 from tests.rollout.engines import request, run
@@ -300,8 +300,9 @@ def test_rows_and_entries_are_padded_to_sizes_that_come_again() -> None:
 
 def shape_of(lengths: Sequence[int], *, max_len: int = 9, **fields: Any) -> Shape | None:
     graphs = DecodeGraphs(
-        lambda step: (torch.empty(0), torch.empty(0)), TapeCapture(), scratch=64, context_len=64,
-        vocab_size=2, dtype=torch.float32, device=torch.device("cpu"), max_len=max_len,
+        lambda step: (Scored(*[torch.empty(0)] * 2), torch.empty(0)), TapeCapture(), scratch=64,
+        context_len=64, vocab_size=2, hidden_size=1, dtype=torch.float32,
+        device=torch.device("cpu"), max_len=max_len,
     )  # fmt: skip
     return graphs.shape([Window(i, 0, (0,) * n, **{"num_logits": n} | fields)
                          for i, n in enumerate(lengths)])  # fmt: skip

@@ -1,0 +1,32 @@
+"""vLLM as an engine: our law, verification and proposers at its plug-in points.
+
+engine           vLLM behind the engine protocol
+launch           vLLM's engine with our plug-in, in this process
+layout           weights as vLLM reads them, and a checkpoint in W8A8
+patches          what is repaired in vLLM itself, until upstream has done the same
+proposer         our proposers where vLLM drafts
+rounds           rows over vLLM's steps: conditions, law, verification, draft lengths
+scheduled        what vLLM ran of each request in one forward
+shared_update    a weight update in shared memory
+stock            vLLM as it is, for the audit
+support          what of an engine spec vLLM can serve exactly, and which vLLM
+verifier         our law and verification where vLLM samples
+weight_transfer  a backend of vLLM's weight-transfer API, over shared memory
+worker           what vLLM's worker is asked by our engine
+"""
+
+__all__ = [
+    "engine",
+    "launch",
+    "layout",
+    "patches",
+    "proposer",
+    "rounds",
+    "scheduled",
+    "shared_update",
+    "stock",
+    "support",
+    "verifier",
+    "weight_transfer",
+    "worker",
+]
