@@ -74,12 +74,21 @@ def audit_command(arguments: argparse.Namespace) -> int:
         )
     drafting = ("self_draft",) if mode == "lossless" else DEFAULT_PROPOSERS
     proposers = tuple(arguments.proposer or drafting)
+    if arguments.stock and arguments.engine != "vllm":
+        raise InvalidConfig(f"--stock with --engine {arguments.engine}: it is for --engine vllm")
+    if arguments.engine == "vllm" and quant == "int8_w8a8":
+        raise InvalidConfig(
+            "--engine vllm --quant int8_w8a8: there is no other forward to compare its kernels with; "
+            "audit --quant none"
+        )
     spec = EngineSpec(
         str(model_folder(arguments.model)),
+        engine="vllm_stock" if arguments.stock else arguments.engine,
         mode=mode,
         format=quant,
         proposer=proposers[0],
         draft_model=arguments.draft_model and str(model_folder(arguments.draft_model)),
+        mtp_head=arguments.mtp_head,
         draft_len=arguments.draft_len,
         verification=arguments.verification,
         dtype=arguments.dtype,
@@ -189,7 +198,7 @@ def _sampled(plan: AuditPlan, prompts: Sequence[tuple[int, ...]], tell: "_Teller
 def _audited(plan: AuditPlan) -> dict[str, Any]:
     spec = asdict(plan.spec)
     return {
-        "engine": "native",
+        "engine": spec["engine"],
         "model": model_files(Path(plan.spec.model_folder)),
         "settings": {name: spec[name] for name in ("mode", "format", "draft_len", "max_draft_len")}
         | {"verification": spec["verification"], "dtype": str(plan.spec.torch_dtype)},

@@ -58,8 +58,9 @@ from recipes.audit_statistics import (
     uniformity,
 )
 from rollout.checkpoint import read_config, read_tokenizer
-from rollout.engine import Engine
+from rollout.engine import Closing, Engine
 from rollout.errors import InvalidConfig
+from rollout.mtp_weights import MTP_PREFIX
 from rollout.packing import digest, quantised_matrices
 from rollout.policy import Window
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
@@ -84,7 +85,7 @@ POWER_WEIGHT, POWER_ACCEPTANCE = 0.03, 0.1
 """Mean of an importance weight minus 1; acceptances a position beyond those foretold."""
 SHORT_LEN = 3
 """Tokens of the many samples of one prompt."""
-DRAWN_DRAFTS = ("history_sampled", "draft_model", "self_draft")
+DRAWN_DRAFTS = ("history_sampled", "draft_model", "self_draft", "mtp", "mixture")
 """Proposers that draw; what they draft depends on what was cached or remembered at the time."""
 MAX_LOGITS = 2**26
 """Numbers that one forward of the reference returns at most; bounds its memory."""
@@ -219,7 +220,10 @@ def run(
     rounding = rounding_of(spec, sampling)
     book = _Book(family_level(false_alarm_rate, NUM_FINDINGS), on_finding)
     source = _Source(engine_factory, spec)
-    drawn = _draw(source, sampling, prompts, budget, seed)
+    try:
+        drawn = _draw(source, sampling, prompts, budget, seed)
+    finally:
+        source.close()
     _find_answers(book, drawn.all(), source.num_requested)
     reference_started = time.perf_counter()
     reference = reference or make_reference(spec)
@@ -506,11 +510,16 @@ def _draw(
     if spec.proposer != "none":
         off = source.run(source.engine(replace(spec, proposer="none")), others)
     repeated: list[RolloutSample] = []
-    if spec.proposer not in DRAWN_DRAFTS:
+    if repeats(spec):
         half = len(again) // 2
         smaller = replace(spec, num_slots=max(1, spec.num_slots // 2))
         repeated = source.run(source.engine(smaller), again[:half], again[half:])
     return _Drawn(on, off, shorts, repeated)
+
+
+def repeats(spec: EngineSpec) -> bool:
+    """A seed gives the same tokens, whatever is drafted. vLLM's own seeds do not."""
+    return spec.proposer not in DRAWN_DRAFTS and spec.engine != "vllm_stock"
 
 
 def _cut(sampling: SamplingParams, new_tokens: int) -> SamplingParams:
@@ -535,12 +544,23 @@ class _Source:
         self.spec, self._factory, self._weights = spec, engine_factory, pack_folder(spec)
         self.digest = digest(self._weights)
         self.num_requested, self.seconds = 0, 0.0
+        self._last: Engine | None = None
 
     def engine(self, spec: EngineSpec) -> Engine:
-        engine = self._factory(spec)
-        prepared = engine.prepare(self._weights)
+        """A new one; the one before is at its end."""
+        self.close()
+        engine, weights = self._factory(spec), self._weights
+        self._last = engine
+        if not spec.has_head:
+            weights = {n: t for n, t in weights.items() if not n.startswith(MTP_PREFIX)}
+        prepared = engine.prepare(weights)
         engine.load(prepared, version=0, digest=self.digest, in_flight="interrupt")
         return engine
+
+    def close(self) -> None:
+        if isinstance(self._last, Closing):
+            self._last.close()
+        self._last = None
 
     def run(self, engine: Engine, *portions: Sequence[RolloutRequest]) -> list[RolloutSample]:
         """Samples in order of request; a portion joins two rounds after the one before."""
@@ -898,7 +918,7 @@ def _find_again(book: _Book, drawn: _Drawn, spec: EngineSpec, rounding: Rounding
     name = "same tokens again"
     if not drawn.again:
         reason = "with drafts that are drawn a seed's tokens depend on what was drafted"
-        book.miss(reason if spec.proposer in DRAWN_DRAFTS else "nothing was drawn again", name)
+        book.miss("nothing was drawn again" if repeats(spec) else reason, name)
         return
     first = {sample.request.id: sample.token_ids for sample in drawn.on}
     pairs = [(first.get(s.request.id, ()), s.token_ids) for s in drawn.again]

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from actors.threads import thread_environment
 
@@ -22,6 +22,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers.utils import logging as transformers_logging
 
+from actors.engine_spec import ProposerName
 from recipes.config import documented_options, load_config, resumed_config
 from rollout.errors import (
     InvalidConfig,
@@ -98,13 +99,22 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "write a run's page again")
     report.add_argument("run", type=Path)
     _add_audit(commands)
+    _add_plan(commands)
+    _add_train_mtp(commands)
     _command(commands, "doctor", _doctor, "check this machine and installation")
     return parser
 
 
 def _add_audit(commands: Any) -> None:
     audit = _command(commands, "audit", _audit, "certify that an engine samples the target law")
-    audit.add_argument("--engine", default="native", choices=("native",), help="who generates")
+    audit.add_argument(
+        "--engine", default="native", choices=("native", "vllm"), help="who generates"
+    )
+    audit.add_argument(
+        "--stock",
+        action="store_true",
+        help="vLLM as it is, without the plug-in: where it is not exact the audit must say so",
+    )
     audit.add_argument("--model", default="smollm2", help="model folder, or smollm2 (default)")
     audit.add_argument(
         "--mode",
@@ -123,11 +133,14 @@ def _add_audit(commands: Any) -> None:
         "--proposer",
         nargs="+",
         default=None,
-        choices=("none", "ngram", "history", "history_sampled", "draft_model", "self_draft"),
+        choices=get_args(ProposerName),
         help="who drafts; several are audited one after the other (default history_sampled, in "
         "lossless mode self_draft)",
     )
     audit.add_argument("--draft-model", default=None, help="model folder of draft_model")
+    audit.add_argument(
+        "--mtp-head", default=None, help="file of the head that mtp and mixture draft with"
+    )
     audit.add_argument(
         "--sampling",
         nargs="+",
@@ -145,6 +158,61 @@ def _add_audit(commands: Any) -> None:
     audit.epilog = (
         "Exit codes: 0 exact, 1 not exact, 2 void (a planted fault was not caught) or not run."
     )
+
+
+def _add_train_mtp(commands: Any) -> None:
+    train = _command(commands, "train-mtp", _train_mtp, "train an MTP head on recorded rollouts")
+    train.add_argument("--model", default="smollm2", help="model folder, or smollm2 (default)")
+    train.add_argument(
+        "--rollouts", type=Path, required=True, help="file of scripts/record_rollouts.py"
+    )
+    train.add_argument("--out", type=Path, required=True, help="file to write, safetensors")
+    train.add_argument("--minutes", type=float, default=10.0, help="time it may take, all in all")
+    train.add_argument("--steps", type=int, default=None, help="optimiser steps at most")
+    train.add_argument("--draft-vocab", type=int, default=4096, help="ids that may be drafted")
+    train.add_argument("--depths", type=int, default=3, help="tokens ahead that are taught")
+    train.add_argument("--threads", type=int, default=2, help="cores to compute with")
+    train.add_argument("--seed", type=int, default=0, help="of the order of the rollouts")
+    train.epilog = (
+        "Held out are the last samples of every prompt, one in six: the acceptance printed at the end "
+        "is that on other samples of the same prompts."
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    plan = _command(commands, "plan", _plan, "what bytes, bandwidth and drafts allow; does it fit")
+    plan.add_argument("recipe", nargs="?", type=Path, help="its model, format and fleet")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="options over the recipe's")
+    weights = plan.add_mutually_exclusive_group()
+    weights.add_argument("--model", help="model folder, or smollm2: its tensors are counted")
+    weights.add_argument("--params", type=float, help="number of weights, where there is no folder")
+    plan.add_argument(
+        "--bits", type=float, nargs="+", default=[16.0, 8.0], help="of a weight, with --params"
+    )
+    plan.add_argument(
+        "--bandwidth", type=float, help="bytes/s; measured here, which should be idle, if not given"
+    )
+    rates = plan.add_mutually_exclusive_group()
+    rates.add_argument("--acceptance", type=float, help="of drafts, at every position")
+    rates.add_argument("--rates", type=float, nargs="+", help="by position, conditional")
+    plan.add_argument("--max-draft-len", type=int, default=16, help="longest draft looked at")
+    plan.add_argument(
+        "--draft-cost", type=float, help="of a drafted token, in steps of the first row's target"
+    )
+    plan.add_argument(
+        "--verify-cost",
+        type=float,
+        default=0.0,
+        help="added to a step by a drafted token, in steps",
+    )
+    plan.add_argument(
+        "--overhead", type=float, default=0.0, help="of a round with drafts, in steps"
+    )
+    plan.add_argument("--nodes", type=int, help="places the recipe's actors on as many machines")
+    plan.add_argument("--gpus-per-node", type=int, default=8)
+    plan.add_argument("--cpus-per-node", type=int, help="cores of a machine; as here if not given")
+    plan.add_argument("--gpu-memory", type=float, default=80e9, help="bytes of a GPU")
+    plan.epilog = "Exit code 1: the fleet does not fit."
 
 
 def _command(
@@ -227,6 +295,18 @@ def _audit(arguments: argparse.Namespace) -> int:
         raise
     except RolloutError as error:  # 1 would say that the engine was found wrong
         return _fail(arguments, error, 2)
+
+
+def _train_mtp(arguments: argparse.Namespace) -> int:
+    from recipes.train_mtp import train_mtp_command
+
+    return train_mtp_command(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from recipes.plan import plan_command
+
+    return plan_command(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

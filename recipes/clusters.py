@@ -52,7 +52,7 @@ def launch(recipe: Path, overrides: Sequence[str], detach: bool, as_json: bool) 
     folder = model_folder(config.model.path)
     with (
         StopRequest() as stop,
-        ray_session(num_cpus=config.actors.num * config.actors.cpus),
+        ray_session(num_cpus=config.actors.num * config.actors.cpus, address=config.actors.address),
         RolloutCluster.launch(cluster_config(config, folder), name=config.name) as cluster,
     ):
         address = ray.get_runtime_context().gcs_address

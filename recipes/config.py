@@ -115,7 +115,7 @@ class MtpConfig:
     online: bool = option(
         True, "Train the head along with the policy, a step for each of the learner's."
     )
-    learning_rate: float = option(1e-4, "AdamW step size of the online training.")
+    learning_rate: float = option(3e-4, "AdamW step size of the online training.")
     depths: int = option(3, "How many tokens ahead the online training teaches.")
 
 

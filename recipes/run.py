@@ -219,8 +219,8 @@ def _with_head(
         return config
     path = folder.path / "mtp.safetensors"
     if not path.is_file():
-        texts = (problem.prompt + problem.answer for problem in _task(config).problems)
-        ids = [id_ for text in texts for id_ in tokenizer.encode(text, add_special_tokens=False)]
+        texts = [problem.prompt + problem.answer for problem in _task(config).problems]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         save_mtp(path, new_head(folder_of_model, ids), history_salt(folder_of_model))
     return replace(config, mtp=replace(config.mtp, path=str(path)))
 

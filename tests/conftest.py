@@ -1,4 +1,4 @@
-"""Models that several test folders share."""
+"""Models that several test folders share, and which tests are collected."""
 
 from pathlib import Path
 
@@ -9,6 +9,20 @@ from recipes.smollm2 import model_folder
 from rollout.transformer_policy import TransformerPolicy
 from tests.rollout.policies import loaded_policy
 from tests.tiny_model import tiny_folder
+
+VLLM_TESTS = Path(__file__).parent / "vllm"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm", action="store_true", help="run tests/vllm, which need vLLM; see scripts/test"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """tests/vllm is collected with --vllm, where an absent vLLM is an error, and not without."""
+    without = collection_path == VLLM_TESTS and not config.getoption("--vllm")
+    return True if without else None
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = ("quant", "rollout", "proposers", "actors", "recipes")
 """Each may import itself and what is left of it."""
-MODULES = [path for layer in LAYERS for path in sorted((ROOT / layer).glob("*.py"))]
+FOLDERS = (*LAYERS, "actors/vllm")
+MODULES = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.py"))]
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -37,6 +38,10 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def layer_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0]
+
+
 def breaches(layer: str, names: set[str]) -> set[str]:
     """What a module of `layer` must not import."""
     above = set(LAYERS[LAYERS.index(layer) + 1 :]) | {"tests", "scripts"}
@@ -45,12 +50,17 @@ def breaches(layer: str, names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_one_way_and_ray_is_above_the_algorithm(path: Path) -> None:
-    assert breaches(path.parent.name, top_level_names(path)) == set()
+    assert breaches(layer_of(path), top_level_names(path)) == set()
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_wandb_is_imported_by_its_sink_only(path: Path) -> None:
     assert ("wandb" in top_level_names(path)) == (name_of(path) == "recipes/sink.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_vllm_is_imported_by_its_engine_only(path: Path) -> None:
+    assert "vllm" not in top_level_names(path) or name_of(path).startswith("actors/vllm/")
 
 
 @pytest.mark.parametrize("layer", ["quant", "rollout", "proposers"])
@@ -78,10 +88,10 @@ def late():
     assert breaches("recipes", names) == set()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_the_init_of_a_folder_is_a_map_of_its_files(layer: str) -> None:
-    tree = ast.parse((ROOT / layer / "__init__.py").read_text())
-    files = sorted(path.stem for path in (ROOT / layer).glob("*.py") if path.stem != "__init__")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_init_of_a_folder_is_a_map_of_its_files(folder: str) -> None:
+    tree = ast.parse((ROOT / folder / "__init__.py").read_text())
+    files = sorted(path.stem for path in (ROOT / folder).glob("*.py") if path.stem != "__init__")
     docstring, exported = tree.body  # a docstring and __all__, no code
     assert isinstance(exported, ast.Assign)
     assert [target.id for target in exported.targets if isinstance(target, ast.Name)] == ["__all__"]

@@ -14,6 +14,7 @@ from actors.cluster import Prompt
 from actors.metrics import ClusterSnapshot, metrics_row
 from recipes.cli import _parser
 from recipes.config import documented_options
+from recipes.mtp_training import MtpStats
 from rollout.checkpoint import read_weights
 from rollout.request import SpecCounters
 
@@ -38,7 +39,7 @@ def test_words_and_defaults_are_those_of_the_options(name: str) -> None:
 
 
 def test_every_command_it_shows_is_one_of_the_command_line() -> None:
-    shown = set(re.findall(r"`rollout (\w+)", README))
+    shown = set(re.findall(r"`rollout ([\w-]+)", README))
     (commands,) = (a.choices for a in _parser()._actions if isinstance(a.choices, dict))
     assert shown == set(commands)
 
@@ -56,13 +57,14 @@ def test_every_metric_it_explains_is_logged() -> None:
             "gauges": {"draft/rounds": 2.0, "draft/offered": 1.0},
             "publication": SimpleNamespace(
                 drift=SimpleNamespace(kl=0.1, abs_logp=0.1, tv=0.1), weights_bytes=1, version=1,
-                publish_s=1.0, swap_s=1.0,
+                publish_s=1.0, swap_s=1.0, draft_version=0,
             ),
         }
     )  # fmt: skip
     logged = set(metrics_row(ClusterSnapshot.zero(), now)) | {
         f"mismatch/{name}" for name in ("k1", "k3", "chi2", "ess", "clipped_rate")
     }
+    logged |= set(MtpStats(loss=1.0, acceptance=(0.5, 0.4)).metrics())
     table = README.split("| metric |")[1].split("\n\n")[0]
     explained = {name for cell in re.findall(r"^\| (`.+?) \|", table, flags=re.M)
                  for pattern in re.findall(r"`([^`]+)`", cell) for name in expand(pattern)}  # fmt: skip

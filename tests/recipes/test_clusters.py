@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from actors.cluster import Prompt, RolloutCluster
 from actors.ray_session import ray_session
@@ -60,6 +61,21 @@ def test_a_launched_cluster_serves_a_learner_that_connects_and_ends_when_told(
     assert code == 0
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert list(registry().glob("*.json")) == []
+
+
+def test_a_cluster_joins_the_ray_that_its_recipe_names_and_leaves_it_running(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "joining.yaml"
+    recipe.write_text(f"name: joining\nmodel: {{path: {tiny_llama}, context_len: 64}}\n")
+    with ray_session(num_cpus=1):
+        address = ray.get_runtime_context().gcs_address
+        words = ["launch", str(recipe), "--detach", "actors.slots=4", f"actors.address={address}"]
+        code, up = rollout(words, tmp_path)
+        assert (code, up["address"]) == (0, address)
+        assert ray.available_resources().get("CPU", 0) == 0  # its actor has the core
+        code, _ = rollout(["stop", "joining"], tmp_path)
+        assert code == 0 and len(ray.nodes()) == 1
 
 
 def test_the_file_of_a_process_that_is_gone_tells_of_no_cluster(tmp_path: Path) -> None:
