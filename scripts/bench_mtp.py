@@ -296,7 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=None, help="of training at most")
     parser.add_argument("--task-steps", type=int, default=40, help="the same on the run's prompts")
     parser.add_argument("--drift-steps", type=int, default=50)
-    parser.add_argument("--drift-learning-rate", type=float, default=1e-4, help="of the head")
+    parser.add_argument("--drift-learning-rate", type=float, default=3e-4, help="of the head")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     return parser.parse_args()

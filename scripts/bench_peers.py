@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from actors.threads import thread_environment
-from recipes.smollm2 import _packaged_gguf
+from actors.vllm.layout import w8a8_folder
+from recipes.smollm2 import _packaged_gguf, cache_folder
 from rollout.errors import UnsupportedModel
 from scripts.bench_contenders import Contender, Prompts, Setting
 from scripts.bench_report import Missing
-from scripts.bench_w8a8_checkpoint import w8a8_folder
 
 VLLM_INSTALL = (
     "install it in an environment of its own: pip install torch==2.13.0 && "
@@ -244,9 +244,12 @@ def start_peer(name: str, setting: Setting) -> tuple[list[Contender], list[Missi
 def _start_vllm(name: str, python: Path, setting: Setting, *, one_process: bool) -> PeerProcess:
     """In one process or as it comes: which is faster depends on how many cores there are."""
     kind = name.split(VARIANT)[0]
+    folder = setting.folder
+    if kind == "vllm_w8a8":
+        folder = w8a8_folder(folder, cache_folder().parent)
     settings = {
         "kind": "vllm",
-        "model": str(w8a8_folder(setting.folder) if kind == "vllm_w8a8" else setting.folder),
+        "model": str(folder),
         "dtype": "float32" if kind == "vllm_float32" else "bfloat16",
         "context_len": setting.context_len,
         "num_rows": max(setting.batches),
