@@ -76,6 +76,11 @@ def audit_command(arguments: argparse.Namespace) -> int:
     proposers = tuple(arguments.proposer or drafting)
     if arguments.stock and arguments.engine != "vllm":
         raise InvalidConfig(f"--stock with --engine {arguments.engine}: it is for --engine vllm")
+    if arguments.stock and len(arguments.proposer or ()) * len(arguments.sampling or [[]]) != 1:
+        raise InvalidConfig(
+            "--stock: name one --proposer and one law, since what runs behind a faulty verifier in its "
+            "process was seen to be wrong as well"
+        )
     if arguments.engine == "vllm" and quant == "int8_w8a8":
         raise InvalidConfig(
             "--engine vllm --quant int8_w8a8: there is no other forward to compare its kernels with; "

@@ -295,6 +295,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 HEAD_PROPOSERS = ("mtp", "mixture")
 """Those that draft with an MTP head."""
+OWN_HEAD = "mtp.safetensors"
+"""Of a run that begins its head: the file in the run's folder."""
 IDENTITY = ("seed", "learner.group_size", "task", "model.path")
 """What the samples of a run are samples of: fixed for its life."""
 
@@ -408,7 +410,8 @@ def check_config(config: RunConfig) -> None:
     if not 0 <= config.smoothing <= 1:
         raise InvalidConfig(f"smoothing={config.smoothing}: expected a number from 0 to 1")
     _check_drafting(config)
-    engine_spec(config, Path(config.model.path))  # refuses what the engine cannot serve
+    # Refuses what the engine cannot serve; where a run begins a head there is a file by then.
+    engine_spec(begin_head(config, Path(OWN_HEAD)) or config, Path(config.model.path))
     if config.sampling.temperature == 0:
         raise InvalidConfig(
             "sampling.temperature=0: a group of greedy rollouts is one rollout and teaches "
@@ -418,6 +421,13 @@ def check_config(config: RunConfig) -> None:
         sampling_params(config, stop_token_ids=())
     except InvalidRequest as error:
         raise InvalidConfig(f"sampling.{error}") from error
+
+
+def begin_head(config: RunConfig, path: Path) -> RunConfig | None:
+    """The config with the MTP head that a run begins at a path; None where it begins none."""
+    if proposer_name(config) not in HEAD_PROPOSERS or config.mtp.path is not None:
+        return None
+    return replace(config, mtp=replace(config.mtp, path=str(path)))
 
 
 def proposer_name(config: RunConfig) -> ProposerName:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from actors.metrics import ClusterSnapshot, exactness_row, metrics_row
 from actors.ray_session import ray_session
 from recipes.arithmetic import ArithmeticTask, Problem, reward
 from recipes.config import (
-    HEAD_PROPOSERS,
+    OWN_HEAD,
     RunConfig,
+    begin_head,
     cluster_config,
     engine_spec,
-    proposer_name,
     sampling_params,
     to_yaml,
 )
@@ -215,14 +215,15 @@ def _with_head(
 ) -> RunConfig:
     """The config with an MTP head's file where one drafts: a new head, in the run's folder, for a
     recipe that names none."""
-    if proposer_name(config) not in HEAD_PROPOSERS or config.mtp.path is not None:
+    path = folder.path / OWN_HEAD
+    begun = begin_head(config, path)
+    if begun is None:
         return config
-    path = folder.path / "mtp.safetensors"
     if not path.is_file():
         texts = [problem.prompt + problem.answer for problem in _task(config).problems]
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         save_mtp(path, new_head(folder_of_model, ids), history_salt(folder_of_model))
-    return replace(config, mtp=replace(config.mtp, path=str(path)))
+    return begun
 
 
 def _head_trainer(

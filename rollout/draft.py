@@ -14,7 +14,7 @@ the two mistakes that verification cannot see. `rollout.drafting` is the interfa
 them; the enumeration tests plant them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,6 +100,20 @@ class Draft:
         parents = None if self.parents is None else self.parents[:max_len]
         chances = None if self.chances is None else self.chances[:max_len]
         return Draft(self.token_ids[:max_len], self.laws[:max_len], parents, chances)
+
+    def until(self, stop_ids: Collection[int]) -> "Draft":
+        """A chain up to its first stop id: what follows could never be emitted. Trees stay whole."""
+        if self.parents is None:
+            for depth, token in enumerate(self.token_ids):
+                if token in stop_ids:
+                    return self.truncated(depth + 1)
+        return self
+
+    def named(self) -> "Draft":
+        """The tokens before the first that was drawn: under those a seed gives what it gives without
+        drafts, whatever decided about their number."""
+        drawn = (depth for depth, law in enumerate(self.laws) if not isinstance(law, PointMass))
+        return self.truncated(next(drawn, len(self)))
 
 
 NO_DRAFT = Draft()

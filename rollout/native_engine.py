@@ -17,7 +17,7 @@ import torch
 
 from rollout.admission import check_request
 from rollout.conditions import Condition, checked_mask
-from rollout.draft import NO_DRAFT, Draft, PointMass, check_draft
+from rollout.draft import NO_DRAFT, Draft, check_draft
 from rollout.draft_len import DraftLen
 from rollout.engine import EngineLimits, InFlight
 from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
@@ -34,7 +34,7 @@ from rollout.stop_text import Decode
 from rollout.streams import Draws, SeededDraws
 from rollout.verdict import Verdict
 from rollout.verify import Rule, verify
-from rollout.watch import PIT_BINS, foretells, looks_at, pit_bin
+from rollout.watch import foretells, look_at
 
 NO_CONDITION = Condition(SamplingParams())
 
@@ -247,9 +247,9 @@ class NativeEngine:
             proposed = self.proposer.propose(rows, max_lens)
         drafts = []
         for row, draft, max_len in zip(rows, proposed, max_lens, strict=True):
-            draft = _until_stop(draft.truncated(max_len), row)
+            draft = draft.truncated(max_len).until(row.request.sampling.stop_ids)
             if row.request.attempt:
-                draft = _named(draft)
+                draft = draft.named()
             try:
                 draft = check_draft(draft, self.policy.vocab_size)
             except InvalidDraft as error:
@@ -337,22 +337,10 @@ class NativeEngine:
             part = slice(at, at + verdict.accepted_len + 1)
             num = row.emit(draft, verdict, logprobs[part], full[part], kept[part], self.version)
             row.weights_digest = self._digest
-            self._look_at(row, laws, indices[at : at + num])
+            look_at(row, laws, indices[at : at + num])
             self._keep(row, draft, window, verdict)
             at = part.stop
         self._ended += self._scheduler.take_ended()
-
-    def _look_at(self, row: Row, laws: TargetLaws, indices: Sequence[int]) -> None:
-        """Counts where some of the tokens just emitted fell in their laws (`rollout.watch`)."""
-        if row.request.sampling.greedy:
-            return
-        counts = row.counters.pit_counts
-        first = len(row.token_ids) - len(indices)
-        for position, index in enumerate(indices, start=first):
-            if looks_at(position):
-                counts.extend([0] * (PIT_BINS - len(counts)))
-                token = row.token_ids[position]
-                counts[pit_bin(laws, index, token, row.draws, position)] += 1
 
     def _keep(self, row: Row, draft: Draft, window: Window, verdict: Verdict) -> None:
         """Rolls the row's cache back to what was accepted."""
@@ -409,22 +397,6 @@ class NativeEngine:
 def _max_depth(row: Row) -> int:
     """Drafted tokens that can be emitted and followed by one more."""
     return max(0, row.remaining_len - 1)
-
-
-def _until_stop(draft: Draft, row: Row) -> Draft:
-    """Cuts a chain behind its first stop id: what follows could never be emitted."""
-    stop_ids = row.request.sampling.stop_ids
-    for depth, token in enumerate(draft.token_ids):
-        if draft.parents is None and token in stop_ids:
-            return draft.truncated(depth + 1)
-    return draft
-
-
-def _named(draft: Draft) -> Draft:
-    """The tokens before the first that was drawn: under those a seed gives what it gives without
-    drafts, whatever decided about their number."""
-    drawn = (depth for depth, law in enumerate(draft.laws) if not isinstance(law, PointMass))
-    return draft.truncated(next(drawn, len(draft)))
 
 
 def _trials(

@@ -19,11 +19,13 @@ that the verifying forward computed; a forward that computes a wrong law is beyo
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from rollout.law import TargetLaws
 from rollout.request import SpecCounters
+from rollout.row import Row
 from rollout.streams import Draws
 
 FORETELL_EVERY = 8
@@ -57,6 +59,18 @@ def pit_bin(laws: TargetLaws, index: int, token: int, draws: Draws, position: in
     """Bin of the transformed token."""
     value = laws.below(index, token) + draws.pit(position) * laws.prob(index, token)
     return min(int(value * PIT_BINS), PIT_BINS - 1)
+
+
+def look_at(row: Row, laws: TargetLaws, indices: Sequence[int]) -> None:
+    """Counts where some of the tokens that a row emitted last, by the positions `indices` of the laws,
+    fell in these."""
+    if row.request.sampling.greedy:
+        return
+    counts = row.counters.pit_counts
+    for position, index in enumerate(indices, start=len(row.token_ids) - len(indices)):
+        if looks_at(position):
+            counts.extend([0] * (PIT_BINS - len(counts)))
+            counts[pit_bin(laws, index, row.token_ids[position], row.draws, position)] += 1
 
 
 def acceptance_p_value(counters: SpecCounters) -> float | None:

@@ -18,6 +18,7 @@ from actors.vllm.patches import apply_patches
 from actors.vllm.support import check_version, installed_version
 from actors.vllm.weight_transfer import BACKEND, register
 from rollout.checkpoint import read_config
+from rollout.errors import InvalidConfig
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core is stepped here
@@ -83,7 +84,12 @@ def set_environment() -> None:
 
 
 def engine_args(spec: EngineSpec) -> EngineArgs:
-    """vLLM's options for a spec."""
+    """vLLM's options for a spec. Raises InvalidConfig for a context that the model has not."""
+    longest = read_config(Path(spec.model_folder)).max_context_len
+    if spec.context_len > longest:
+        raise InvalidConfig(
+            f"engine=vllm with context_len={spec.context_len}: the model has {longest} positions"
+        )
     on_cpu = spec.device == "cpu"
     block = CPU_BLOCK if on_cpu else GPU_BLOCK
     return EngineArgs(

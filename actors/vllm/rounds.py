@@ -13,14 +13,13 @@ own: named tokens, or tokens drawn from the dense laws that come with them.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from actors.vllm.scheduled import Scheduled, foreign_draft, our_logits
 from rollout.conditions import Condition, checked_mask
-from rollout.draft import NO_DRAFT, Draft, PointMass, check_draft
+from rollout.draft import NO_DRAFT, Draft, check_draft
 from rollout.draft_len import DraftLen
 from rollout.engine import EngineLimits
 from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
@@ -35,7 +34,7 @@ from rollout.stop_text import Decode
 from rollout.streams import Draws
 from rollout.verdict import Verdict
 from rollout.verify import Rule, verify
-from rollout.watch import PIT_BINS, foretells, looks_at, pit_bin
+from rollout.watch import foretells, look_at
 
 ENDED = 0
 """Stands for a token that nobody reads: of a row that ended as an error, of a part of a prompt."""
@@ -254,7 +253,7 @@ class Rounds:
             part = slice(at, at + verdict.accepted_len + 1)
             num = row.emit(draft, verdict, logprobs[part], full[part], kept[part], self.version)
             row.weights_digest = self._digest
-            _look_at(row, laws, indices[at : at + num])
+            look_at(row, laws, indices[at : at + num])
             at = part.stop
 
     def _note(self, batch: Sequence[Scheduled], trials: tuple[Trial, ...]) -> None:
@@ -309,9 +308,9 @@ class Rounds:
         for row, draft, longest in zip(
             rows, self.parts.proposer.propose(rows, lens), lens, strict=True
         ):
-            draft = _until_stop(draft.truncated(longest), row)
+            draft = draft.truncated(longest).until(row.request.sampling.stop_ids)
             if row.request.attempt:
-                draft = _named(draft)
+                draft = draft.named()
             try:
                 draft = check_draft(draft, self.parts.limits.vocab_size)
             except InvalidDraft as error:
@@ -339,32 +338,6 @@ class Rounds:
 
     def explain(self) -> str:
         return self.parts.draft_len.explain()
-
-
-def _look_at(row: Row, laws: TargetLaws, indices: Sequence[int]) -> None:
-    """Counts where some of the tokens just emitted fell in their laws (`rollout.watch`)."""
-    if row.request.sampling.greedy:
-        return
-    counts = row.counters.pit_counts
-    for position, index in enumerate(indices, start=len(row.token_ids) - len(indices)):
-        if looks_at(position):
-            counts.extend([0] * (PIT_BINS - len(counts)))
-            counts[pit_bin(laws, index, row.token_ids[position], row.draws, position)] += 1
-
-
-def _until_stop(draft: Draft, row: Row) -> Draft:
-    """Cuts a draft behind its first stop id."""
-    with suppress(StopIteration):
-        stop_ids = row.request.sampling.stop_ids
-        depth = next(at for at, token in enumerate(draft.token_ids) if token in stop_ids)
-        return draft.truncated(depth + 1)
-    return draft
-
-
-def _named(draft: Draft) -> Draft:
-    """The tokens before the first that was drawn."""
-    drawn = (depth for depth, law in enumerate(draft.laws) if not isinstance(law, PointMass))
-    return draft.truncated(next(drawn, len(draft)))
 
 
 def _trials(
