@@ -37,6 +37,7 @@ proposer            the protocol of whoever drafts
 request             what goes into an engine and what comes out
 round_cost          what one round did and took
 row                 a sequence in flight
+row_round           what every engine does to its rows in a round
 sampling            sampling parameters and the meaning of their edge values
 scheduler           who runs what in a round, and room in the cache for it
 smoothing           the same decoder with its outlier channels in the weights
@@ -94,6 +95,7 @@ __all__ = [
     "request",
     "round_cost",
     "row",
+    "row_round",
     "sampling",
     "scheduler",
     "smoothing",

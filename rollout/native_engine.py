@@ -17,10 +17,9 @@ import torch
 
 from rollout.admission import check_request
 from rollout.conditions import Condition, checked_mask
-from rollout.draft import NO_DRAFT, Draft, check_draft
+from rollout.draft import NO_DRAFT, Draft
 from rollout.draft_len import DraftLen
 from rollout.engine import EngineLimits, InFlight
-from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
 from rollout.grammar import CompileGrammar, MaskProvider
 from rollout.law import TargetLaws
 from rollout.policy import Policy, Window
@@ -28,15 +27,13 @@ from rollout.proposer import Proposer, Remembering, TreeProposer
 from rollout.request import Mode, RolloutRequest, RolloutSample, SpecCounters
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
-from rollout.sampling import SamplingParams
+from rollout.row_round import checked_drafts, conditions_of, emit, trials_of, verdicts_of
 from rollout.scheduler import MAX_ROUND_TOKENS, Scheduler, slot_of
 from rollout.stop_text import Decode
 from rollout.streams import Draws, SeededDraws
 from rollout.verdict import Verdict
 from rollout.verify import Rule, verify
-from rollout.watch import foretells, look_at
-
-NO_CONDITION = Condition(SamplingParams())
+from rollout.watch import foretells
 
 
 def seeded_draws(request: RolloutRequest) -> Draws:
@@ -214,7 +211,7 @@ class NativeEngine:
                     self.proposer.observe(rows)
                 drafting_s = proposing.seconds + keeping.seconds
                 seconds = time.perf_counter() - started - drafting_s
-                trials = _trials(rows, plan.max_lens, proposed, drafts, verdicts)
+                trials = trials_of(rows, plan.max_lens, proposed, drafts, verdicts)
                 self.draft_len.observe(
                     _round_cost(seconds, drafting_s, windows, plan.chunks, trials)
                 )
@@ -245,19 +242,7 @@ class NativeEngine:
             proposed = self.proposer.propose_trees(rows, max_lens, depths)
         else:
             proposed = self.proposer.propose(rows, max_lens)
-        drafts = []
-        for row, draft, max_len in zip(rows, proposed, max_lens, strict=True):
-            draft = draft.truncated(max_len).until(row.request.sampling.stop_ids)
-            if row.request.attempt:
-                draft = draft.named()
-            try:
-                draft = check_draft(draft, self.policy.vocab_size)
-            except InvalidDraft as error:
-                row.finish("error", str(error))
-                draft = NO_DRAFT
-            row.counters.drafted += len(draft)
-            drafts.append(draft)
-        return drafts
+        return checked_drafts(rows, proposed, max_lens, self.policy.vocab_size)
 
     def _window(self, row: Row, draft: Draft) -> Window:
         """The row's tokens that are not cached yet, then the draft."""
@@ -274,13 +259,7 @@ class NativeEngine:
         self, logits: torch.Tensor, rows: Sequence[Row], drafts: Sequence[Draft]
     ) -> TargetLaws:
         """The law of every scored position; a row whose grammar fails ends as an error."""
-        conditions: list[Condition] = []
-        for row, draft in zip(rows, drafts):
-            try:
-                conditions += self._conditions(row, draft)
-            except InvalidRequest as error:
-                row.finish("error", str(error))
-                conditions += [NO_CONDITION] * (len(draft) + 1)
+        conditions = conditions_of(rows, drafts, self._conditions)
         if self._num_ids < self.policy.vocab_size:
             with torch.inference_mode():
                 logits[:, self._num_ids :] = -torch.inf
@@ -293,18 +272,11 @@ class NativeEngine:
         self, rows: Sequence[Row], drafts: Sequence[Draft], laws: TargetLaws
     ) -> list[Verdict | None]:
         """A verdict a row; None where the row has no law to go on and ends as an error."""
-        verdicts: list[Verdict | None] = []
-        first = 0
-        for row, draft in zip(rows, drafts):
-            verdict = None
-            if not row.done:
-                try:
-                    verdict = self._verdict(row, draft, laws, first)
-                except InvalidLogits as error:
-                    row.finish("error", str(error))
-            verdicts.append(verdict)
-            first += len(draft) + 1
-        return verdicts
+
+        def judge(row: Row, draft: Draft, first: int) -> Verdict:
+            return self._verdict(row, draft, laws, first)
+
+        return verdicts_of(rows, drafts, judge)
 
     def _verdict(self, row: Row, draft: Draft, laws: TargetLaws, first: int) -> Verdict:
         start, rule = len(row.token_ids), self.verification
@@ -320,26 +292,12 @@ class NativeEngine:
     ) -> None:
         """Emits each verdict's tokens with their logprobs and rolls the caches back to them."""
         assert self.version is not None, "a round runs under a version"
-        indices: list[int] = []
-        tokens: list[int] = []
-        first = 0
-        for draft, verdict in zip(drafts, verdicts):
-            if verdict is not None:
-                indices += (first, *(first + 1 + node for node in verdict.accepted))
-                tokens += verdict.run(draft)
-            first += len(draft) + 1
-        logprobs, full, kept = laws.logprobs(indices, tokens)
-        at = 0
+        emit(rows, drafts, verdicts, laws, version=self.version, digest=self._digest)
         for row, draft, window, verdict in zip(rows, drafts, windows, verdicts):
             if verdict is None:
                 self._scheduler.truncate(slot_of(row), 0)
-                continue
-            part = slice(at, at + verdict.accepted_len + 1)
-            num = row.emit(draft, verdict, logprobs[part], full[part], kept[part], self.version)
-            row.weights_digest = self._digest
-            look_at(row, laws, indices[at : at + num])
-            self._keep(row, draft, window, verdict)
-            at = part.stop
+            else:
+                self._keep(row, draft, window, verdict)
         self._ended += self._scheduler.take_ended()
 
     def _keep(self, row: Row, draft: Draft, window: Window, verdict: Verdict) -> None:
@@ -397,28 +355,6 @@ class NativeEngine:
 def _max_depth(row: Row) -> int:
     """Drafted tokens that can be emitted and followed by one more."""
     return max(0, row.remaining_len - 1)
-
-
-def _trials(
-    rows: Sequence[Row],
-    max_lens: Sequence[int],
-    proposed: Sequence[Draft],
-    kept: Sequence[Draft],
-    verdicts: Sequence[Verdict | None],
-) -> tuple[Trial, ...]:
-    return tuple(
-        Trial(
-            row=row,
-            asked_len=max_len,
-            draft=draft,
-            kept_len=len(scored),
-            accepted_len=verdict.accepted_len if verdict else 0,
-            next_token=verdict.next_token if verdict else None,
-        )
-        for row, max_len, draft, scored, verdict in zip(
-            rows, max_lens, proposed, kept, verdicts, strict=True
-        )
-    )
 
 
 def _round_cost(

@@ -18,23 +18,23 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from actors.vllm.scheduled import Scheduled, foreign_draft, our_logits
-from rollout.conditions import Condition, checked_mask
-from rollout.draft import NO_DRAFT, Draft, check_draft
+from rollout.conditions import checked_mask
+from rollout.draft import NO_DRAFT, Draft
 from rollout.draft_len import DraftLen
 from rollout.engine import EngineLimits
-from rollout.errors import InvalidDraft, InvalidLogits, InvalidRequest
 from rollout.grammar import CompileGrammar
 from rollout.law import TargetLaws
-from rollout.native_engine import NO_CONDITION, seeded_draws
+from rollout.native_engine import seeded_draws
 from rollout.proposer import Proposer
 from rollout.request import FinishReason, Mode, RolloutRequest, RolloutSample, SpecCounters
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
+from rollout.row_round import checked_drafts, conditions_of, emit, trials_of, verdicts_of
 from rollout.stop_text import Decode
 from rollout.streams import Draws
 from rollout.verdict import Verdict
 from rollout.verify import Rule, verify
-from rollout.watch import foretells, look_at
+from rollout.watch import foretells
 
 ENDED = 0
 """Stands for a token that nobody reads: of a row that ended as an error, of a part of a prompt."""
@@ -175,11 +175,14 @@ class Rounds:
         verdicts = self._verdicts(rows, drafts, laws)
         verified = time.perf_counter()
         self._seconds["verify"] += verified - started
-        self._commit(rows, drafts, laws, verdicts)
+        assert self.version is not None, "a round runs under a version"
+        emit(rows, drafts, verdicts, laws, version=self.version, digest=self._digest)
         self.parts.proposer.observe(rows)
         self._seconds["commit"] += time.perf_counter() - verified
         self._counts["rounds"] += 1
-        self._note(batch, _trials(rows, drafted, verdicts))
+        asked_lens = [one.asked_len for one in drafted]
+        proposed = [one.proposed for one in drafted]
+        self._note(batch, trials_of(rows, asked_lens, proposed, drafts, verdicts))
         emitted = iter([row.token_ids[at:] or [ENDED] for row, at in zip(rows, starts)])
         return [next(emitted) if one.ours else [ENDED] for one in batch]
 
@@ -199,13 +202,7 @@ class Rounds:
     def _laws(
         self, logits: torch.Tensor, rows: Sequence[Row], drafts: Sequence[Draft]
     ) -> TargetLaws:
-        conditions: list[Condition] = []
-        for row, draft in zip(rows, drafts):
-            try:
-                conditions += row.conditions.along(draft.token_ids)
-            except InvalidRequest as error:
-                row.finish("error", str(error))
-                conditions += [NO_CONDITION] * (len(draft) + 1)
+        conditions = conditions_of(rows, drafts, lambda row, d: row.conditions.along(d.token_ids))
         if self.parts.num_ids < logits.shape[1]:
             logits[:, self.parts.num_ids :] = -torch.inf
         return TargetLaws(logits, conditions)
@@ -213,48 +210,15 @@ class Rounds:
     def _verdicts(
         self, rows: Sequence[Row], drafts: Sequence[Draft], laws: TargetLaws
     ) -> list[Verdict | None]:
-        """None where a row has no law to go on and ends as an error."""
-        verdicts: list[Verdict | None] = []
-        first, rule = 0, self.parts.verification
-        for row, draft in zip(rows, drafts):
-            verdict, start = None, len(row.token_ids)
-            if not row.done:
-                try:
-                    verdict = verify(
-                        laws, first, draft, row.draws, start, rule=rule, foretell=foretells(start)
-                    )
-                except InvalidLogits as error:
-                    row.finish("error", str(error))
-            verdicts.append(verdict)
-            first += len(draft) + 1
-        return verdicts
+        rule = self.parts.verification
 
-    def _commit(
-        self,
-        rows: Sequence[Row],
-        drafts: Sequence[Draft],
-        laws: TargetLaws,
-        verdicts: Sequence[Verdict | None],
-    ) -> None:
-        assert self.version is not None, "a round runs under a version"
-        indices: list[int] = []
-        tokens: list[int] = []
-        first = 0
-        for draft, verdict in zip(drafts, verdicts):
-            if verdict is not None:
-                indices += range(first, first + verdict.accepted_len + 1)
-                tokens += verdict.run(draft)
-            first += len(draft) + 1
-        logprobs, full, kept = laws.logprobs(indices, tokens)
-        at = 0
-        for row, draft, verdict in zip(rows, drafts, verdicts):
-            if verdict is None:
-                continue
-            part = slice(at, at + verdict.accepted_len + 1)
-            num = row.emit(draft, verdict, logprobs[part], full[part], kept[part], self.version)
-            row.weights_digest = self._digest
-            look_at(row, laws, indices[at : at + num])
-            at = part.stop
+        def judge(row: Row, draft: Draft, first: int) -> Verdict:
+            start = len(row.token_ids)
+            return verify(
+                laws, first, draft, row.draws, start, rule=rule, foretell=foretells(start)
+            )
+
+        return verdicts_of(rows, drafts, judge)
 
     def _note(self, batch: Sequence[Scheduled], trials: tuple[Trial, ...]) -> None:
         self._round.trials = trials
@@ -304,21 +268,8 @@ class Rounds:
         """A row's bad draft ends that row only."""
         if not any(lens):
             return [NO_DRAFT] * len(rows)
-        drafts = []
-        for row, draft, longest in zip(
-            rows, self.parts.proposer.propose(rows, lens), lens, strict=True
-        ):
-            draft = draft.truncated(longest).until(row.request.sampling.stop_ids)
-            if row.request.attempt:
-                draft = draft.named()
-            try:
-                draft = check_draft(draft, self.parts.limits.vocab_size)
-            except InvalidDraft as error:
-                row.finish("error", str(error))
-                draft = NO_DRAFT
-            row.counters.drafted += len(draft)
-            drafts.append(draft)
-        return drafts
+        proposed = self.parts.proposer.propose(rows, lens)
+        return checked_drafts(rows, proposed, lens, self.parts.limits.vocab_size)
 
     # ---- results --------------------------------------------------------------------------
 
@@ -338,19 +289,3 @@ class Rounds:
 
     def explain(self) -> str:
         return self.parts.draft_len.explain()
-
-
-def _trials(
-    rows: Sequence[Row], drafted: Sequence[_Drafted], verdicts: Sequence[Verdict | None]
-) -> tuple[Trial, ...]:
-    return tuple(
-        Trial(
-            row=row,
-            asked_len=one.asked_len,
-            draft=one.proposed,
-            kept_len=len(one.kept),
-            accepted_len=verdict.accepted_len if verdict else 0,
-            next_token=verdict.next_token if verdict else None,
-        )
-        for row, one, verdict in zip(rows, drafted, verdicts, strict=True)
-    )
