@@ -170,10 +170,12 @@ constexpr int FLOAT_SUMS = 6, INT_SUMS = 6;
 
 constexpr int LANES = 16;
 
+#define INLINED __attribute__((always_inline))
+
 // work(0), ..., work(N - 1) with constant indices, so that arrays of registers stay in registers.
 template <int N, class Work>
-__attribute__((always_inline)) inline void repeat(Work&& work) {
-  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+INLINED inline void repeat(Work&& work) {
+  [&]<int... I>(std::integer_sequence<int, I...>) INLINED {
     (work(std::integral_constant<int, I>{}), ...);
   }(std::make_integer_sequence<int, N>{});
 }
