@@ -38,7 +38,7 @@ class _Prompt(ctypes.Structure):
 
 class _Options(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_double) for name in ("decay", "trust", "sharpness", "certain")),
+        *((name, ctypes.c_double) for name in ("decay", "trust", "sharpness", "certain", "least")),
         *(
             (name, ctypes.c_int32)
             for name in ("min_match", "max_match", "max_scanned", "max_votes", "max_ids")

@@ -60,6 +60,8 @@ class Options:
     """Exponent of the law that `best` draws from."""
     certain: float = 0.9
     """Share of a token in that law above which `best` names it."""
+    least: float = 0.01
+    """Nothing is named behind tokens of which all are accepted with a smaller chance, by estimate."""
     min_match: int = 1
     max_match: int = 16
     """Tokens of context; a longer match says no more."""
@@ -76,7 +78,7 @@ class Options:
                 f"min_match={self.min_match} max_match={self.max_match}: expected 1 <= min_match <= "
                 "max_match"
             )
-        for name in ("decay", "trust", "certain"):
+        for name in ("decay", "trust", "certain", "least"):
             if not 0 < getattr(self, name) <= 1:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: expected a share in (0, 1]")
         for name in ("sharpness", "max_scanned", "max_votes", "max_ids"):
@@ -153,7 +155,9 @@ class ReferenceLookUp:
     ) -> Step:
         points: list[int] = []
         chances: list[float] = []
-        while len(points) < room and (law := self.law(prompt, [*context, *points], reader)):
+        while len(points) < room and math.prod(chances) > self._options.least:
+            if not (law := self.law(prompt, [*context, *points], reader)):
+                break
             probs = sharpened(law, self._options.sharpness if draw == "best" else 1.0)
             if draw == "counts" or (draw == "best" and probs[0] <= self._options.certain):
                 ids = torch.tensor([token for token, _ in law])

@@ -23,6 +23,7 @@ grammar             what the generated tokens must spell, as masks
 graph_capture       recording what a function does to fixed memory: CUDA graphs, a tape
 kernels             the compiled CPU kernels (csrc/), built for this machine
 law                 logits and sampling parameters -> the target law of each position
+law_pass            unnormalised weights of laws from logits, compiled or by torch
 ledger              one fate for every sample
 llguidance_grammar  JSON schemas and regular expressions by llguidance
 lossless_policy     two models over one cache: quantised weights draft for full precision
@@ -81,6 +82,7 @@ __all__ = [
     "graph_capture",
     "kernels",
     "law",
+    "law_pass",
     "ledger",
     "llguidance_grammar",
     "lossless_policy",

@@ -25,6 +25,7 @@ again with the same uniforms: the engine drops those (`RolloutRequest.attempt`).
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +41,13 @@ from rollout.tree_yield import TreeYield
 
 REPRICE = 16
 """Rounds for which a price holds while as many rows keep as many tokens."""
+RETIME = 4
+"""Rounds for which it holds while rows keep other numbers of tokens, and of which one is timed."""
+FIRST_TIMINGS = 64
+"""All of these are taken."""
+FEW_ROWS = 4
+"""Rows up to which a round may score several times its mean of tokens, or none: there what a further
+token adds is looked up for the round, not for the mean."""
 CHAINS_PAY = 1.01
 """Speedup of chains by what was offered lately, above which trees are thought of."""
 NEAR = 0.25
@@ -157,14 +165,17 @@ class AdaptiveDraftLen:
         self._branching = False
         self._cut = 1.0
         """Chance at which a token is worth scoring once it is drafted, in this round."""
+        self._cuts: list[float] = []
+        """The same by the number of tokens that are scored already, where rows are few."""
         self._best_speedup = 1.0
         """Of the best chains over plain decoding, by what was offered lately."""
         self._plain_s, self._age = 0.0, 0
         """Seconds of a plain step, and the rounds since it and the price were worked out."""
         self._priced = 0, 0
         """Rows, and tokens kept in the round before, that they were worked out for."""
-        self._timed = 0
-        """Tokens of the step that was timed last; another like it says little new."""
+        self._timed = self._num_timed = self._untimed = 0
+        """Tokens of the step that was timed last, for another like it says little new; timings so far;
+        rounds since the last."""
         self._asked: set[int] = set()
         """Serials of the rows asked in this round."""
         self._probed: int | None = None
@@ -216,13 +227,27 @@ class AdaptiveDraftLen:
         return lengths
 
     def _price_round(self, num_rows: int, kept: int) -> None:
-        """A price holds for a few rounds of as many rows and tokens kept."""
+        """A price holds for some rounds of as many rows, and for fewer where other numbers of tokens
+        are kept."""
         self._age += 1
-        if self._priced != (num_rows, kept) or self._age >= REPRICE:
+        rows_before, kept_before = self._priced
+        hurried = num_rows <= FEW_ROWS and self._num_timed >= FIRST_TIMINGS
+        holds = REPRICE if kept == kept_before else RETIME if hurried else 0
+        if num_rows != rows_before or self._age >= holds:
             self._priced, self._age = (num_rows, kept), 0
             self._plain_s = self._cost.seconds(num_rows)
             self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
+            self._cuts = self._cuts_by_count(num_rows) if num_rows <= FEW_ROWS else []
         self.last.plain_s, self.last.price = self._plain_s, self._cut
+
+    def _cuts_by_count(self, num_rows: int) -> list[float]:
+        """The chance at which the first, second, ... token of a round is worth what it adds to the
+        round's seconds, in tokens at the best rate. Never falling: costs are taken as convex."""
+        rate = self._best_speedup * num_rows / self._plain_s
+        most = num_rows * self.max_len
+        seconds = self._cost.hoped.at(num_rows + np.arange(most + 1)).tolist()
+        added = convex_steps(seconds)
+        return [rate * step for step in added]
 
     def _weigh(self, rows: Sequence[Row], draining: bool) -> None:
         self._worth = straggler_weights(rows) if draining and len(rows) > 1 else {}
@@ -278,23 +303,42 @@ class AdaptiveDraftLen:
         self.last.offered = self.last.kept = sum(map(len, drafts))
         if not rows or self._branching or not self._asked:
             return list(drafts)
-        offered: list[float] = []
+        least = NEAR * (self._cuts[0] if self._cuts else self._cut)
+        values = [
+            self._values(row, _chances(draft), least=least) if len(draft) else []
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        lengths = self._worth_scoring(values)
         kept: list[Draft] = []
         expected = 0.0
-        for row, draft in zip(rows, drafts, strict=True):
-            if not len(draft):
-                kept.append(draft)
-                continue
-            values = self._values(row, _chances(draft), least=NEAR * self._cut)
-            length = sum(value >= self._cut for value in values)
+        for index, (row, draft) in enumerate(zip(rows, drafts)):
             if row.serial == self._probed:
-                length = max(length, min(self._probe_len, len(draft)))
-            offered += values
-            expected += sum(values[:length]) / self._weight(row)
-            kept.append(draft.truncated(length))
+                lengths[index] = max(lengths[index], min(self._probe_len, len(draft)))
+            expected += sum(values[index][: lengths[index]]) / self._weight(row)
+            kept.append(draft.truncated(lengths[index]))
+        offered = [value for of_row in values for value in of_row]
         self._price.offered(offered, len(self._asked.intersection(row.serial for row in rows)))
         self._expect(len(rows), sum(map(len, kept)), expected)
         return kept
+
+    def _worth_scoring(self, values: Sequence[Sequence[float]]) -> list[int]:
+        """Of each row's chain how many tokens are worth their price. With few rows that depends on how
+        many are scored already: depth by depth, at each the likeliest first, so that no token is
+        decided about by what was drawn at its depth or behind it."""
+        if not self._cuts:
+            return [sum(value >= self._cut for value in of_row) for of_row in values]
+        lengths, num, depth = [0] * len(values), 0, 0
+        going = [row for row, of_row in enumerate(values) if of_row]
+        while going:
+            going.sort(key=lambda row: -values[row][depth])
+            for place, row in enumerate(going):
+                if values[row][depth] < self._cuts[num]:
+                    going = going[:place]
+                    break
+                lengths[row], num = depth + 1, num + 1
+            depth += 1
+            going = [row for row in going if len(values[row]) > depth]
+        return lengths
 
     def _expect(self, num_rows: int, kept: int, accepted: float) -> None:
         """Notes what is kept and what it promises."""
@@ -322,8 +366,7 @@ class AdaptiveDraftLen:
 
     def observe(self, round_: RoundCost) -> None:
         drafted = bool(round_.asked)
-        if round_.plain_tokens and (round_.scored_tokens != self._timed or not self._age):
-            self._timed = round_.scored_tokens
+        if round_.plain_tokens and self._says_something(round_.scored_tokens):
             self._cost.add(round_.scored_tokens, round_.seconds)
         if self.last.plain_s:
             self._note()
@@ -336,6 +379,18 @@ class AdaptiveDraftLen:
         if round_.num_accepted:
             self._probes.found()
         self._learn(round_.trials)
+
+    def _says_something(self, scored_tokens: int) -> bool:
+        """A timing of so many tokens is worth taking in, which costs as much as a draft does."""
+        self._untimed += 1
+        if self._age and (
+            scored_tokens == self._timed
+            or (self._num_timed >= FIRST_TIMINGS and self._untimed < RETIME)
+        ):
+            return False
+        self._timed, self._untimed = scored_tokens, 0
+        self._num_timed += 1
+        return True
 
     def _note(self) -> None:
         last = self.last
@@ -364,6 +419,19 @@ class AdaptiveDraftLen:
 
     def explain(self) -> str:
         return str(self.last)
+
+
+def convex_steps(values: Sequence[float]) -> list[float]:
+    """The steps of the highest convex function below the values: of equal ends, none smaller than the
+    one before."""
+    runs: list[tuple[float, int]] = []  # (mean step, how many)
+    for before, after in pairwise(values):
+        step, num = after - before, 1
+        while runs and runs[-1][0] > step:
+            earlier, many = runs.pop()
+            step, num = (earlier * many + step * num) / (many + num), many + num
+        runs.append((step, num))
+    return [step for step, num in runs for _ in range(num)]
 
 
 def straggler_weights(rows: Sequence[Row]) -> dict[int, float]:

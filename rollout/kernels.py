@@ -117,6 +117,19 @@ class Batch(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Laws(ctypes.Structure):
+    """law.h"""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("logits", "temperatures", "weights", "maxima", "cumulative")
+        ),
+        *((name, ctypes.c_int64) for name in ("positions", "vocab", "stride")),
+        ("threads", ctypes.c_int32),
+    ]
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The library, loaded."""
@@ -199,6 +212,7 @@ def load(path: Path, build_s: float = 0.0) -> Kernels:
         ctypes.POINTER(Linear), ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int,
     ]  # fmt: skip
     library.er_linear.restype = None
+    library.er_laws.argtypes, library.er_laws.restype = [ctypes.POINTER(Laws)], None
     library.er_instructions.restype = ctypes.c_char_p
     library.er_embed.argtypes = [
         ctypes.POINTER(Model), ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p,

@@ -11,7 +11,7 @@ does not depend on a sorting routine, and is the same on every path and device. 
 law that top-k left, min-p on the largest remaining probability.
 
 A law is held as unnormalised weights (largest is 1) with sums over blocks of the vocabulary. All
-positions of a round share one pass of exp and one of sums; a draw then touches one block. A position
+positions of a round share one pass (`rollout.law_pass`); a draw then touches one block. A position
 with edits or filters is worked out when it is first asked for, so what a refusal cuts off costs
 nothing. Weights and the sums within a block are float32 (relative error 2e-7, which bounds that of
 every cell), what is summed over blocks float64.
@@ -19,6 +19,7 @@ every cell), what is summed over blocks float64.
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -26,12 +27,11 @@ import torch
 
 from rollout.conditions import Condition
 from rollout.errors import InvalidLogits
+from rollout.law_pass import BLOCK, block_sums, law_weights
 from rollout.sampling import SamplingParams
 
 FEW = 64
 """Weights that plain Python adds up faster than numpy."""
-BLOCK = 256
-"""Tokens a block sum covers; about the square root of common vocabulary sizes."""
 SMALLEST_TEMPERATURE = 1e-30
 """Below it a float32 division overflows; the law is the same point mass (or tie) as at it."""
 
@@ -67,17 +67,14 @@ class TargetLaws:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         self._logits, self._conditions = logits, conditions
         self._temperatures = [_temperature(c.sampling) for c in conditions]
-        self._maxima = logits.amax(-1)  # [N]; NaN if any logit of the row is
+        self._weights, maxima, self._block_cumulative = law_weights(logits, self._temperatures)
+        self._maxima: list[float] = maxima.tolist()
         invalid = _invalid_positions(self._maxima)
-        weights = logits - self._maxima[:, None]  # [N, V]
-        if any(temperature != 1 for temperature in self._temperatures):
-            weights /= weights.new_tensor(self._temperatures)[:, None]
-        self._weights = weights.exp_()
         for index in invalid:
-            weights[index] = 1.0  # keeps the block sums finite
+            self._weights[index] = 1.0
+            self._sum_blocks(index)
         # What is drawn behind the end of a row is thrown away, so any law will do there.
         self._invalid = {i: why for i, why in invalid.items() if conditions[i].reachable}
-        self._block_cumulative = _block_sums(weights).cumsum(-1).cpu().numpy()
         self._total = self._block_cumulative[:, -1].copy()  # [N]
         self._full_total = self._total.copy()  # [N] before edits and filters
         self._shift = np.zeros(len(conditions))  # log weight = (logit - maximum) / T - shift
@@ -146,19 +143,16 @@ class TargetLaws:
         """
         for index in indices:
             self._prepare(index)
-        at = torch.as_tensor(indices, dtype=torch.int64, device=self._logits.device)
-        ids = torch.as_tensor(tokens, dtype=torch.int64, device=self._logits.device)
-        lead = (self._logits[at, ids].double() - self._maxima[at].double()).tolist()
         sampled: list[float] = []
         full: list[float] = []
         kept: list[float] = []
-        for index, token, difference in zip(indices, tokens, lead):
+        for index, token, logit in zip(indices, tokens, self._logits_of(indices, tokens)):
             if self._conditions[index].sampling.greedy:
                 sampled.append(0.0)
                 full.append(0.0)
                 kept.append(1.0)
                 continue
-            scaled = difference / self._temperatures[index]
+            scaled = (logit - self._maxima[index]) / self._temperatures[index]
             log_total, log_full = np.log(self._total[index]), np.log(self._full_total[index])
             edited = self._edited.get(index)
             weight = scaled - self._shift[index] if edited is None else float(edited[token])
@@ -167,12 +161,23 @@ class TargetLaws:
             kept.append(min(1.0, float(np.exp(self._log_kept(index) - log_full))))
         return sampled, full, kept
 
+    def _logits_of(self, indices: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        if self._logits.device.type == "cpu":  # numpy, which has less to do for a few numbers
+            return [float(self._array[index, token]) for index, token in zip(indices, tokens)]
+        picked: list[float] = self._logits[list(indices), list(tokens)].double().tolist()
+        return picked
+
+    @cached_property
+    def _array(self) -> np.ndarray:
+        array: np.ndarray = self._logits.detach().numpy()
+        return array
+
     def _log_kept(self, index: int) -> float:
         """Log of the full-vocabulary weight of the tokens with sampled weight."""
         if index not in self._edited:
             return float(np.log(self._total[index]) + self._shift[index])
         support = self._weights[index] > 0
-        scaled = (self._logits[index, support].double() - self._maxima[index].double()) / (
+        scaled = (self._logits[index, support].double() - self._maxima[index]) / (
             self._temperatures[index]
         )
         return float(scaled.logsumexp(0))
@@ -197,23 +202,27 @@ class TargetLaws:
             if condition.reweighted:
                 self._edited[index] = log_weights
             else:
-                self._shift[index] = (top - float(self._maxima[index])) / self._temperatures[index]
+                self._shift[index] = (top - self._maxima[index]) / self._temperatures[index]
         if condition.sampling.greedy:
             first = int(edited.argmax())  # of tied maxima; weights tie by rounding
             row.zero_()
             row[first] = 1.0
         else:
             _filter(row, condition.sampling)
-        self._block_cumulative[index] = _block_sums(row[None]).cumsum(-1).cpu().numpy()[0]
+        self._sum_blocks(index)
         self._total[index] = self._block_cumulative[index, -1]
 
+    def _sum_blocks(self, index: int) -> None:
+        sums = block_sums(self._weights[index : index + 1])
+        self._block_cumulative[index] = sums.cumsum(-1).cpu().numpy()[0]
 
-def _invalid_positions(maxima: torch.Tensor) -> dict[int, str]:
+
+def _invalid_positions(maxima: Sequence[float]) -> dict[int, str]:
     return {
         index: "the policy's logits hold NaN or +inf"
         if maximum != -torch.inf
         else "the policy's logits leave no token"
-        for index, maximum in enumerate(maxima.tolist())
+        for index, maximum in enumerate(maxima)
         if not abs(maximum) < torch.inf
     }
 
@@ -268,13 +277,3 @@ def _nucleus_threshold(weights: torch.Tensor, top_p: float) -> float:
     if bool(reached.any()):
         return float(largest[int(reached.to(torch.uint8).argmax())])
     return float(largest[-1])
-
-
-def _block_sums(weights: torch.Tensor) -> torch.Tensor:
-    """Sums over blocks of the vocabulary, [N, V] -> [N, ceil(V / BLOCK)] float64."""
-    num, vocab_size = weights.shape
-    whole = vocab_size // BLOCK * BLOCK
-    sums = weights[:, :whole].reshape(num, -1, BLOCK).sum(-1).double()
-    if whole == vocab_size:
-        return sums
-    return torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True).double()], dim=-1)

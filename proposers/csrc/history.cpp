@@ -26,7 +26,7 @@ struct Prompt {
 };
 
 struct Options {
-  double decay, trust, sharpness, certain;  // of history_law.Options
+  double decay, trust, sharpness, certain, least;  // of history_law.Options
   int32_t min_match, max_match, max_scanned, max_votes, max_ids;
 };
 
@@ -256,11 +256,13 @@ extern "C" int32_t eh_law(const Prompt* prompt, const Options* options, const Re
 }
 
 // Adds named tokens behind the context until one is to be drawn: then the law to draw it from, of as
-// many ids as are returned, and chances[num_points] of what is drawn. 0: the draft ends.
+// many ids as are returned, and chances[num_points] of what is drawn. 0: the draft ends, for want of
+// room, of a law or of a chance.
 extern "C" int32_t eh_draft(const Prompt* prompt, const Options* options, const Reader* reader,
                             int32_t* context, int32_t length, int32_t room, double* chances,
                             int32_t* num_points, int64_t* ids, double* probs) {
-  for (int32_t& num = *num_points = 0; num < room; num++) {
+  double reached = 1.0;  // the chance that all named so far are accepted
+  for (int32_t& num = *num_points = 0; num < room && reached > options->least; num++) {
     const int32_t begin = std::max(0, length + num - options->max_match);
     const int32_t many = eh_law(prompt, options, reader, context + begin, length + num - begin, ids,
                                 probs);
@@ -279,6 +281,7 @@ extern "C" int32_t eh_draft(const Prompt* prompt, const Options* options, const 
       }
     }
     context[length + num] = int32_t(ids[0]);
+    reached *= chances[num];
   }
   return 0;
 }

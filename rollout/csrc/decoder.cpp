@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "law.h"
 #include "linear.h"
 
 struct Block {
@@ -271,6 +272,12 @@ void er_linear(const Linear* m, const float* x, int tokens, float* y, int thread
   const Input in{x, q.data(), step.data(), m->cols, q_cols};
 #pragma omp parallel num_threads(threads)
   linear(*m, in, tokens, y, m->rows, SET, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// The weights of all positions.
+void er_laws(const Laws* laws) {
+#pragma omp parallel for schedule(static) num_threads(laws->threads) if (laws->threads > 1)
+  for (int64_t position = 0; position < laws->positions; position++) law(*laws, position);
 }
 
 // Embeddings [tokens, hidden] of ids.

@@ -196,9 +196,9 @@ inline float largest(F16 x) {
   return top;
 }
 
-// e^x to 2 units in the last place; 0 below -87. x <= 88.
+// e^x to 2 units in the last place; 0 below -87.7, NaN stays NaN. x <= 88.
 inline F16 exp(F16 x) {
-  x = max(x, all(-87.3f));
+  x = max(all(-88.0f), x);  // of NaN and a number the second is taken; 2^-127 has the bits of 0
   F16 n = nearest(x * all(1.44269504088896341f));
   F16 r = fma(n, all(-0.693359375f), x);
   r = fma(n, all(2.12194440e-4f), r);
