@@ -1,10 +1,10 @@
 """Full precision at the speed of its quantised weights, in `bench_proposers.py`.
 
-Lossless mode (the quantised weights draft, full precision verifies) and plain full precision run in
-turn on the same prompts and seeds, T=1; prompts are cached before the clock starts. Beside it: what a
-learner would see of the recorded log-probabilities, as k3 = mean(r - 1 - log r) with r the ratio of
-Hugging Face's float32 law to the recorded one: for lossless rollouts, and for those of plain full
-precision, which says how far two right forwards are apart.
+Lossless mode (the quantised weights draft, full precision verifies) and plain full precision take
+turns of a few rounds on the same prompts and seeds, T=1; prompts are cached before the clock starts.
+Beside it: what a learner would see of the recorded log-probabilities, as k3 = mean(r - 1 - log r)
+with r the ratio of Hugging Face's float32 law to the recorded one: for lossless rollouts, and for
+those of plain full precision, which says how far two right forwards are apart.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from rollout.draft_len import FixedDraftLen
 from rollout.request import RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts
-from scripts.bench_never_loses import decode
+from scripts.bench_never_loses import Way, decode_in_turns
 from scripts.bench_ours import LoadedPolicy
 
 FORMATS_TRIED: tuple[FormatName, ...] = ("int8_w8a16", "int8_w8a8")
@@ -84,21 +84,24 @@ def measure(
             dtype="float32",
         )
         loaded = LoadedPolicy.make(spec)
-        lossless = loaded.engine()
-        plain = replace(loaded, spec=replace(spec, proposer="none")).engine(
-            proposer=NoProposer(), draft_len=FixedDraftLen(0)
-        )
+        beside = loaded.beside()
+        alone = replace(beside, spec=replace(spec, proposer="none"))
+        plain = alone.engine(proposer=NoProposer(), draft_len=FixedDraftLen(0))
         for batch in batches:
+            ways = {
+                "plain": Way(plain, loaded.weights),
+                "lossless": Way(loaded.engine(), loaded.weights),
+            }
             cell = LosslessCell(batch, format_)
             taken: dict[str, list[RolloutSample]] = {"plain": [], "lossless": []}
             for repeat in range(-1, repeats):
                 tell(f"lossless, {format_}, B={batch}: repeat {repeat + 1}/{repeats}")
-                engines = [("plain", plain), ("lossless", lossless)]
-                for name, engine in engines if repeat % 2 else engines[::-1]:
-                    run = decode(engine, loaded.weights, prompts[:batch], sampling, seed=2 + repeat)
-                    if repeat < 0:
-                        continue
-                    (cell.plain_s if name == "plain" else cell.lossless_s).append(run.seconds)
+                runs = decode_in_turns(ways, prompts[:batch], sampling, seed=2 + repeat)
+                if repeat < 0:
+                    continue
+                cell.plain_s.append(runs["plain"].seconds)
+                cell.lossless_s.append(runs["lossless"].seconds)
+                for name, run in runs.items():
                     taken[name] += run.samples
             for sample in taken["lossless"]:
                 cell.counters.add(sample.counters)

@@ -1,24 +1,27 @@
 """Whether the adaptive draft length loses: batch sizes times acceptances, in `bench_proposers.py`.
 
-Every cell runs plain decoding, the adaptive length and fixed lengths in turn on the same prompts, which
-are cached before the clock starts: seconds are those of decoding, where a wrong length shows most. The
-first two run `PAIR_REPEATS` times as often as the fixed lengths, since what they differ by is small.
-Fixed lengths whose rounds score more than `MOST_SCORED` tokens take longest and are left out, so from
-16 rows on the best fixed length is the best of 0, 1 and 3. Acceptance comes from what the history
-proposer remembers:
+In a cell plain decoding, the adaptive length and fixed lengths decode the same prompts side by side,
+each with a cache of its own, and take turns of `TURN` rounds: a machine whose speed drifts within a
+second is as fast for all of them. Prompts are cached before the clock starts: seconds are those of
+decoding, where a wrong length shows most. The first two run `PAIR_REPEATS` times as often as the
+fixed lengths, since what they differ by is small. Fixed lengths whose rounds score more than
+`MOST_SCORED` tokens take longest and are left out, so from 16 rows on the best fixed length is the
+best of 0, 1 and 3. Acceptance comes from what the history proposer remembers:
 
     high         T=.3, after rollouts at T=.3
     low          T=1, after rollouts at T=1
     adversarial  T=1, the same drafts with every token replaced by its neighbour: the proposer is as
                  sure as before and always wrong
 
-Beside ratios by the clock stand those by CPU seconds of this process, which other processes on the
-machine disturb less.
+A ratio is one of whole cells, all tokens over all seconds; its error is the standard error over
+repeats. Beside ratios by the clock stand those by CPU seconds of this process, which other processes
+on the machine disturb less.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +45,8 @@ FIXED_LENS = (1, 3, 8)
 MAX_LEN = 8
 MOST_SCORED = 128
 PAIR_REPEATS = 3
+TURN = 8
+"""Rounds of a way before the next one's turn."""
 TEMPERATURES = {"high": 0.3, "low": 1.0, "adversarial": 1.0}
 
 
@@ -54,7 +59,7 @@ class Contrary(HistoryProposer):
         return [replace(d, token_ids=tuple(token ^ 1 for token in d.token_ids)) for d in drafts]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decoded:
     """One run of a way to draft."""
 
@@ -67,13 +72,13 @@ class Decoded:
     def tokens(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
 
-    @property
-    def tok_s(self) -> float:
-        return self.tokens / self.seconds
 
-    @property
-    def tok_cpu_s(self) -> float:
-        return self.tokens / self.cpu_s
+def wall(run: Decoded) -> float:
+    return run.seconds
+
+
+def cpu(run: Decoded) -> float:
+    return run.cpu_s
 
 
 @dataclass(slots=True)
@@ -88,54 +93,85 @@ class Cell:
     def add(self, name: str, run: Decoded) -> None:
         self.runs.setdefault(name, []).append(run)
 
-    def median(self, name: str) -> float:
-        return statistics.median(run.tok_s for run in self.runs[name])
+    def rate(self, name: str) -> float:
+        """Tokens a second."""
+        runs = self.runs[name]
+        return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
-    def versus(self, name: str) -> float:
-        """Median of the ratios of the adaptive rate to another within a repeat."""
-        pairs = zip(self.runs[ADAPTIVE], self.runs[name])
-        return statistics.median(ours.tok_s / other.tok_s for ours, other in pairs)
-
-    @property
-    def vs_plain_cpu(self) -> float:
-        pairs = zip(self.runs[ADAPTIVE], self.runs[PLAIN])
-        return statistics.median(ours.tok_cpu_s / plain.tok_cpu_s for ours, plain in pairs)
+    def versus(self, name: str, clock: Callable[[Decoded], float] = wall) -> tuple[float, float]:
+        """Adaptive rate over another's in the repeats that both had, and its standard error."""
+        pairs = list(zip(self.runs[ADAPTIVE], self.runs[name]))
+        ours, theirs = (sum(clock(run) for run in runs) for runs in zip(*pairs))
+        spread = [clock(other) / clock(one) for one, other in pairs]
+        error = statistics.stdev(spread) / len(spread) ** 0.5 if len(spread) > 1 else math.nan
+        return theirs / ours, error
 
     @property
     def best_fixed(self) -> str:
-        """The way of the highest median but the adaptive one, plain among them."""
-        return max((name for name in self.runs if name != ADAPTIVE), key=self.median)
+        """The fastest way but the adaptive one, plain among them, in the repeats that all had."""
+        num = min(map(len, self.runs.values()))
+        seconds = {name: sum(map(wall, runs[:num])) for name, runs in self.runs.items()}
+        return min((name for name in self.runs if name != ADAPTIVE), key=seconds.__getitem__)
 
     def to_json(self) -> dict[str, Any]:
         counters = SpecCounters()
         for run in self.runs[ADAPTIVE]:
             for sample in run.samples:
                 counters.add(sample.counters)
-        ratios = [a.tok_s / p.tok_s for a, p in zip(self.runs[ADAPTIVE], self.runs[PLAIN])]
+        vs_plain, vs_plain_error = self.versus(PLAIN)
+        vs_best, vs_best_error = self.versus(self.best_fixed)
         return {
             "batch": self.batch,
             "acceptance": self.acceptance,
-            "tok_s": {name: self.median(name) for name in self.runs},
-            "vs_plain": self.versus(PLAIN),
-            "vs_plain_range": [min(ratios), max(ratios)],
-            "vs_plain_cpu": self.vs_plain_cpu,
-            "vs_best_fixed": self.versus(self.best_fixed),
+            "tok_s": {name: self.rate(name) for name in self.runs},
+            "vs_plain": vs_plain,
+            "vs_plain_error": vs_plain_error,
+            "vs_plain_cpu": self.versus(PLAIN, cpu)[0],
+            "vs_best_fixed": vs_best,
+            "vs_best_fixed_error": vs_best_error,
             "best_fixed": self.best_fixed,
+            "repeats": len(self.runs[ADAPTIVE]),
             "acceptance_rate": counters.acceptance_rate,
             "tokens_per_target_step": counters.tokens_per_target_step,
         }
 
 
-def decode(
-    engine: NativeEngine, prepared: object, prompts: Prompts, sampling: SamplingParams, seed: int
-) -> Decoded:
-    """Decoding behind prompts that are cached already."""
-    engine.load(prepared, version=seed, digest="bench")
-    run_to_end(engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
-    requests = requests_for(prompts, sampling, seed)
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to decode, with the weights that its policy made ready."""
+
+    engine: NativeEngine
+    weights: object
+
+
+def decode_in_turns(
+    ways: Mapping[str, Way], prompts: Prompts, sampling: SamplingParams, seed: int
+) -> dict[str, Decoded]:
+    """The same requests by all ways, which take turns of `TURN` rounds, behind prompts that are cached
+    already. No two ways may share a cache."""
+    for way in ways.values():
+        way.engine.load(way.weights, version=seed, digest="bench")
+        run_to_end(way.engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
+        way.engine.submit(requests_for(prompts, sampling, seed))
+    taken = {name: Decoded(0.0, 0.0, []) for name in ways}
+    names = list(ways)
+    while any(way.engine.num_unfinished for way in ways.values()):
+        names = [*names[1:], names[0]]
+        for name in names:
+            _take_turn(ways[name].engine, taken[name])
+    for run in taken.values():
+        run.samples.sort(key=lambda sample: sample.request.id)
+    return taken
+
+
+def _take_turn(engine: NativeEngine, run: Decoded) -> None:
+    if not engine.num_unfinished:
+        return
     began, cpu_before = time.perf_counter(), time.process_time()
-    samples = run_to_end(engine, requests)
-    return Decoded(time.perf_counter() - began, time.process_time() - cpu_before, samples)
+    for _ in range(TURN):
+        run.samples += engine.step()
+    run.seconds += time.perf_counter() - began
+    run.cpu_s += time.process_time() - cpu_before
 
 
 def requests_for(prompts: Prompts, sampling: SamplingParams, seed: int) -> list[RolloutRequest]:
@@ -159,9 +195,9 @@ def record(
     return run_to_end(engine, requests)
 
 
-def ways(
+def make_ways(
     loaded: LoadedPolicy, acceptance: str, earlier: Sequence[RolloutSample], batch: int = 1
-) -> dict[str, NativeEngine]:
+) -> dict[str, Way]:
     """Plain, adaptive and fixed lengths by name; each with a memory of its own, and what it learns
     stays from run to run."""
 
@@ -171,15 +207,18 @@ def ways(
             proposer.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
         return proposer
 
+    def way(proposer: Proposer, draft_len: DraftLen) -> Way:
+        own = loaded.beside()
+        return Way(own.engine(proposer=proposer, draft_len=draft_len), own.weights)
+
     lens: dict[str, DraftLen] = {
         ADAPTIVE: AdaptiveDraftLen(MAX_LEN),
         **{f"fixed {n}": FixedDraftLen(n) for n in FIXED_LENS if batch * (1 + n) <= MOST_SCORED},
     }
-    drafting = {
-        name: loaded.engine(proposer=remembering(), draft_len=draft_len)
-        for name, draft_len in lens.items()
+    return {
+        PLAIN: way(NoProposer(), FixedDraftLen(0)),
+        **{name: way(remembering(), draft_len) for name, draft_len in lens.items()},
     }
-    return {PLAIN: loaded.engine(proposer=NoProposer(), draft_len=FixedDraftLen(0)), **drafting}
 
 
 def measure(
@@ -205,49 +244,38 @@ def measure(
                 if temperature not in recorded:
                     tell(f"recording {num_earlier} rollouts a prompt at T={temperature}")
                     recorded[temperature] = record(loaded, prompts, sampling, num_earlier)
-                earlier = recorded[temperature]
-                engines = ways(loaded, acceptance, earlier, batch)
-                cell = _measure_cell(
-                    Cell(batch, acceptance),
-                    loaded,
-                    engines,
-                    prompts[:batch],
-                    sampling,
-                    repeats,
-                    tell,
-                ).to_json()
-                kept.keep(name, cell)
+                ways = make_ways(loaded, acceptance, recorded[temperature], batch)
+                made = Cell(batch, acceptance)
+                # Few rows take few seconds, and a repeat of them says little.
+                _fill(made, ways, prompts[:batch], sampling, repeats * max(1, 8 // batch), tell)
+                kept.keep(name, cell := made.to_json())
             cells.append(cell)
     return cells
 
 
-def _measure_cell(
+def _fill(
     cell: Cell,
-    loaded: LoadedPolicy,
-    engines: dict[str, NativeEngine],
+    ways: dict[str, Way],
     prompts: Prompts,
     sampling: SamplingParams,
     repeats: int,
     tell: Callable[[str], None],
-) -> Cell:
+) -> None:
     """Each way has one run before that is not counted."""
+    pair = {name: ways[name] for name in (PLAIN, ADAPTIVE)}
     for repeat in range(-1, repeats * PAIR_REPEATS):
         tell(
             f"B={cell.batch}, {cell.acceptance} acceptance: repeat {repeat + 1}/"
             f"{repeats * PAIR_REPEATS}"
         )
-        names = list(engines) if repeat < repeats else [PLAIN, ADAPTIVE]
-        turn = repeat % len(names)
-        taken = {
-            name: decode(engines[name], loaded.weights, prompts, sampling, seed=2 + repeat)
-            for name in (*names[turn:], *names[:turn])
-        }
+        taken = decode_in_turns(
+            ways if repeat < repeats else pair, prompts, sampling, seed=2 + repeat
+        )
         for name, run in taken.items():
             where = f"{name} at B={cell.batch}, {cell.acceptance}"
             check_same(taken[PLAIN].samples, run.samples, where)
             if repeat >= 0:
                 cell.add(name, run)
-    return cell
 
 
 def check_same(plain: list[RolloutSample], drafted: list[RolloutSample], where: str) -> None:
@@ -268,12 +296,14 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def text(cells: Sequence[dict[str, Any]]) -> list[str]:
     """For people."""
-    lines = ["adaptive draft length / plain by the clock (range) and by CPU seconds, / best fixed:"]
+    lines = [
+        "adaptive draft length / plain by the clock (± standard error), by CPU seconds; / best fixed:"
+    ]
     for cell in cells:
-        tok_s, best, (low, high) = cell["tok_s"], cell["best_fixed"], cell["vs_plain_range"]
+        tok_s, best = cell["tok_s"], cell["best_fixed"]
         lines.append(
             f"  B={cell['batch']:<3}{cell['acceptance']:12} {tok_s[PLAIN]:7.1f} tok/s plain, "
-            f"{tok_s[ADAPTIVE]:7.1f} adaptive: {cell['vs_plain']:5.2f} ({low:.2f}-{high:.2f})  "
-            f"{cell['vs_plain_cpu']:5.2f}  {cell['vs_best_fixed']:5.2f} ({best}, {tok_s[best]:.1f})"
+            f"{tok_s[ADAPTIVE]:7.1f} adaptive: {cell['vs_plain']:6.3f} ± {cell['vs_plain_error']:.3f}  "
+            f"{cell['vs_plain_cpu']:6.3f}  {cell['vs_best_fixed']:6.3f} ({best}, {tok_s[best]:.1f})"
         )
     return lines

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
@@ -84,6 +84,10 @@ class LoadedPolicy:
         folder, policy = Path(spec.model_folder), make_policy(spec)
         weights = policy.load(pack_folder(spec))
         return LoadedPolicy(spec, read_config(folder), policy, weights)
+
+    def beside(self) -> "LoadedPolicy":
+        """The same weights with a cache of its own, for an engine that runs in turns with others."""
+        return replace(self, policy=make_policy(self.spec))
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """A policy's tensors of rank three and more are its cached keys and values."""

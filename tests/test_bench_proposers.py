@@ -1,15 +1,29 @@
 """What the proposers' benchmark counts, keeps and tells; it is not run here."""
 
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rollout.request import RolloutSample, SpecCounters, Timings
+from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
+from rollout.sampling import SamplingParams
 from scripts import bench_lossless, bench_makespan, bench_never_loses
 from scripts.bench_exact import Inexact
 from scripts.bench_kept import Kept
-from scripts.bench_never_loses import ADAPTIVE, PLAIN, Cell, Decoded, check_same
+from scripts.bench_never_loses import (
+    ADAPTIVE,
+    PLAIN,
+    TURN,
+    Cell,
+    Decoded,
+    Way,
+    check_same,
+    cpu,
+    decode_in_turns,
+)
 from tests.rollout.engines import request
 
 
@@ -34,22 +48,68 @@ def cell_of(**runs: list[Decoded]) -> Cell:
 # ---- cells --------------------------------------------------------------------------------
 
 
-def test_ratios_are_medians_of_ratios_within_a_repeat() -> None:
+def test_a_ratio_is_one_of_whole_cells_over_the_repeats_that_both_had() -> None:
     cell = cell_of(
         plain=[took(1.0), took(2.0), took(9.0)],
-        adaptive=[took(3.0, 0.5), took(1.0, 0.5), took(3.0, 0.5)],
+        adaptive=[took(3.0, 0.5), took(1.0, 0.5), took(2.0, 0.5)],
         fixed_3=[took(6.0)],
     )
-    assert cell.versus(PLAIN) == 2.0  # of 1/3, 2 and 3; the ratio of the medians is 2/3
-    assert cell.vs_plain_cpu == 4.0  # of 2, 4 and 18
-    assert cell.versus("fixed 3") == 2.0  # over the repeats that both had
-    assert cell.to_json()["vs_plain_range"] == pytest.approx([1 / 3, 3.0])
+    assert cell.versus(PLAIN)[0] == 2.0  # 12 s / 6 s
+    assert cell.versus(PLAIN, cpu)[0] == 8.0  # 12 s / 1.5 s
+    assert cell.versus("fixed 3")[0] == 2.0  # 6 s / 3 s
+
+
+def test_the_error_of_a_ratio_is_the_standard_error_over_repeats() -> None:
+    cell = cell_of(plain=[took(1.0), took(2.0)], adaptive=[took(1.0), took(1.0)])
+    assert cell.versus(PLAIN)[1] == pytest.approx(0.5)  # of 1 and 2
+    once = cell_of(plain=[took(1.0)], adaptive=[took(1.0)])
+    assert math.isnan(once.versus(PLAIN)[1])
 
 
 def test_the_best_fixed_length_may_be_none_and_is_never_the_adaptive_one() -> None:
     runs = {"plain": [took(1.0)], "adaptive": [took(0.1)], "fixed_1": [took(2.0)]}
     assert cell_of(**runs).best_fixed == PLAIN
     assert cell_of(**runs | {"fixed_1": [took(0.5)]}).best_fixed == "fixed 1"
+    plain = [took(1.0), took(0.1)]  # a fast repeat that the fixed lengths did not have
+    assert cell_of(**runs | {"plain": plain, "fixed_1": [took(0.5)]}).best_fixed == "fixed 1"
+
+
+class Rounds:
+    """An engine that counts its steps and ends a request after so many."""
+
+    def __init__(self, name: str, num: int, log: list[str]) -> None:
+        self.name, self.num, self.log, self.left = name, num, log, 0
+        self.asked: list[RolloutRequest] = []
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.asked)
+
+    def load(self, weights: object, **_: Any) -> None:
+        assert weights == self.name
+
+    def submit(self, requests: Sequence[RolloutRequest]) -> None:
+        self.asked, self.left = list(requests), self.num
+
+    def step(self) -> list[RolloutSample]:
+        self.log.append(self.name)
+        self.left -= 1
+        if self.left or not self.asked:
+            return []
+        ended, self.asked = self.asked, []
+        return [replace(sample((1,)), request=one) for one in ended]
+
+
+def test_ways_take_turns_until_all_have_ended() -> None:
+    log: list[str] = []
+    lengths = {"plain": 2 * TURN, "adaptive": TURN, "fixed 1": 3 * TURN}
+    ways = {name: Way(Rounds(name, num, log), name) for name, num in lengths.items()}  # type: ignore[arg-type]
+    taken = decode_in_turns(ways, [[1]], SamplingParams(max_new_tokens=4), seed=1)
+    assert {name: run.tokens for name, run in taken.items()} == dict.fromkeys(lengths, 1)
+    timed = log[sum(lengths.values()) :]  # behind the prompts
+    turns = [timed[at] for at in range(0, len(timed), TURN)]
+    assert len(timed) == sum(lengths.values())
+    assert turns == ["adaptive", "fixed 1", "plain", "fixed 1", "plain", "fixed 1"]
 
 
 def test_a_cell_counts_what_its_adaptive_runs_accepted() -> None:
@@ -73,11 +133,16 @@ def test_other_tokens_than_plain_decoding_end_the_benchmark() -> None:
 
 def test_fixed_lengths_that_score_too_much_are_left_out() -> None:
     class Loaded:
+        weights = None
+
+        def beside(self) -> "Loaded":
+            return self
+
         def engine(self, **_: Any) -> None:
             pass
 
     def names(batch: int) -> set[str]:
-        return set(bench_never_loses.ways(Loaded(), "low", [], batch))  # type: ignore[arg-type]
+        return set(bench_never_loses.make_ways(Loaded(), "low", [], batch))  # type: ignore[arg-type]
 
     assert names(8) == {PLAIN, ADAPTIVE, "fixed 1", "fixed 3", "fixed 8"}
     assert names(32) == {PLAIN, ADAPTIVE, "fixed 1", "fixed 3"}
