@@ -17,6 +17,7 @@ them; the enumeration tests plant them.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from rollout.errors import InvalidDraft
@@ -146,8 +147,12 @@ def _checked_law(token: int, law: SparseLaw | DenseLaw, vocab_size: int) -> Spar
             raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
         if len(law.ids.unique()) < len(law.ids):
             raise InvalidDraft("sparse law names an id twice: expected distinct ids")
-    total = float(law.probs.sum(dtype=torch.float64))
-    if not abs(total - 1.0) < LAW_TOLERANCE or float(law.probs.min()) < 0:
+    probs = law.probs.detach().cpu()
+    if probs.dtype in (torch.bfloat16, torch.float16):
+        probs = probs.float()
+    values = probs.numpy()  # which has less to do for one row than torch
+    total = float(values.sum(dtype=np.float64))
+    if not abs(total - 1.0) < LAW_TOLERANCE or float(values.min()) < 0:
         raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
     mass = law.probs[token] if isinstance(law, DenseLaw) else law.probs[law.ids == token].sum()
     if not float(mass) > 0:

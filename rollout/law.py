@@ -18,7 +18,7 @@ every cell), what is summed over blocks float64.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate
 
@@ -43,11 +43,27 @@ def pick_from(weights: torch.Tensor, uniform: float) -> int:
         sums = list(accumulate(values))
         index = bisect_right(sums, uniform * sums[-1])
         return index if index < len(sums) else max(i for i, value in enumerate(values) if value)
-    cumulative = np.cumsum(weights.detach().cpu().numpy().astype(np.float64))
-    index = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    if index == len(cumulative):  # uniform * total rounded up to the total
-        index = int(np.flatnonzero(weights.cpu().numpy())[-1])
-    return index
+    array = weights.detach().cpu().numpy()
+    starts = np.arange(0, len(array), BLOCK)
+    ends = np.add.reduceat(array, starts, dtype=np.float64).cumsum()
+    return _pick_in_blocks(ends, lambda block: array[block], uniform)
+
+
+def _pick_in_blocks(
+    ends: np.ndarray, weights_of: Callable[[slice], np.ndarray], uniform: float
+) -> int:
+    """The same of weights whose sums up to the end of each block are known."""
+    point = uniform * ends[-1]
+    block = int(np.searchsorted(ends, point, side="right"))
+    if block == len(ends):  # uniform * total rounded up to the total
+        block = int(np.flatnonzero(np.diff(ends, prepend=0.0))[-1])
+    before = ends[block - 1] if block else 0.0
+    cells = weights_of(slice(block * BLOCK, (block + 1) * BLOCK))
+    inner = cells.cumsum(dtype=np.float64)
+    offset = int(np.searchsorted(inner, point - before, side="right"))
+    if offset == len(inner):  # the block's sum and its cumulative sum differ in rounding
+        offset = int(np.flatnonzero(cells)[-1])
+    return block * BLOCK + offset
 
 
 class TargetLaws:
@@ -111,18 +127,9 @@ class TargetLaws:
     def pick(self, index: int, uniform: float) -> int:
         """The token whose cell of the cumulative law holds `uniform`."""
         self._prepare(index)
-        cumulative = self._block_cumulative[index]
-        point = uniform * cumulative[-1]
-        block = int(np.searchsorted(cumulative, point, side="right"))
-        if block == len(cumulative):
-            block = int(np.flatnonzero(np.diff(cumulative, prepend=0.0))[-1])
-        before = cumulative[block - 1] if block else 0.0
-        cells = self._weights[index, block * BLOCK : (block + 1) * BLOCK]
-        inner = np.cumsum(cells.cpu().numpy().astype(np.float64))
-        offset = int(np.searchsorted(inner, point - before, side="right"))
-        if offset == len(inner):  # the block's sum and its cumulative sum differ in rounding
-            offset = int(np.flatnonzero(cells.cpu().numpy())[-1])
-        return block * BLOCK + offset
+        row = self._weights[index]
+        ends = self._block_cumulative[index]
+        return _pick_in_blocks(ends, lambda block: row[block].cpu().numpy(), uniform)
 
     def below(self, index: int, token: int) -> float:
         """Probability of all smaller ids: the lower end of the token's cell."""
