@@ -338,6 +338,22 @@ def test_a_row_that_was_not_drafted_for_in_a_long_time_starts_anew(tiny_llama: P
     assert got == pytest.approx(dict(zip(head[VOCABULARY].tolist(), expected)), abs=2e-4)
 
 
+@pytest.mark.parametrize("cached", [0, 2, 4])
+def test_what_a_slot_held_is_not_drafted_behind_once_it_is_cut(
+    cached: int, tiny_llama: Path
+) -> None:
+    """The slot's next row may happen to be as long as the last one was."""
+    policy = mtp_policy(tiny_llama, TransformerPolicy, random_head(tiny_llama))
+    ids = (7, 8, 9, 10, 11, 12)
+    policy.grow(0, len(ids))
+    policy.score([Window(0, 0, ids[:5], num_logits=1)])
+    assert policy.drafts_behind(0, len(ids)), "the case is one where a draft is possible"
+    policy.catch_up([(0, ids)])
+    policy.truncate(0, cached)
+    assert not policy.drafts_behind(0, len(ids))
+    assert policy.num_run(0) == 0, "the head's cache belongs to what was cut"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_preempted_rows_are_drafted_for_again(seed: int) -> None:
     """A cache of 26 entries for four rows. Target and head are one table that sees the last token, so
