@@ -98,7 +98,9 @@ class EngineSpec:
     """What runs the forward: `compiled` (built at first use, CPU), `torch`, or `auto`, which takes
     compiled kernels where there are any."""
     dtype: str | None = None
-    """Compute dtype by name; None takes bf16 where the machine multiplies it, else float32."""
+    """Compute dtype by name. None is float32 for full precision on a CPU, which is the learner's: to
+    bf16 the weights are rounded, and where they were bf16 once, small updates vanish by it. For the
+    rest it is bf16 where the machine multiplies it, else float32."""
     device: str = "cpu"
     """Where it computes: cpu, or cuda, where decode rounds are replayed as CUDA graphs."""
     engine: EngineName = "native"
@@ -159,7 +161,10 @@ class EngineSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype] if self.dtype else default_dtype(self.device)
+        if self.dtype:
+            return DTYPES[self.dtype]
+        learners = self.target_format == "none" and self.device == "cpu"
+        return torch.float32 if learners else default_dtype(self.device)
 
 
 def make_proposer(spec: EngineSpec, policy: Policy | None = None) -> Proposer:

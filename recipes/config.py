@@ -44,7 +44,8 @@ class ModelConfig:
     context_len: int = option(256, "Longest prompt plus response, tokens; sizes the KV cache.")
     dtype: str = option(
         "auto",
-        "Compute dtype of the actors; auto takes bfloat16 where the machine multiplies it.",
+        "Compute dtype of the actors; auto is float32 for full precision on a CPU, else bfloat16 "
+        "where the machine multiplies it.",
         "auto",
         *DTYPES,
     )

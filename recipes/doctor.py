@@ -71,7 +71,7 @@ def _kernels() -> Finding:
 
 
 def _bf16() -> Finding:
-    text = "bfloat16 GEMM" if has_bf16_gemm() else "no bfloat16 GEMM: full precision is float32"
+    text = "bfloat16 GEMM" if has_bf16_gemm() else "no bfloat16 GEMM: float32 instead"
     return Finding("compute dtype", has_bf16_gemm(), False, text)
 
 
