@@ -2,7 +2,7 @@
 """Tokens a second: this engine against Hugging Face, vLLM and llama.cpp on the same CPU.
 
     python scripts/bench_engine.py [--batches 1,4,8,16,32] [--repeats 3] [--tokens 128] [--json]
-        [--engines ours_w8a16,hf_bf16,…] [--vllm-python PATH] [--llama-python PATH] [--quick]
+        [--engines native,vllm,hf_bf16,…] [--vllm-python PATH] [--llama-python PATH] [--quick]
         [--history 16] [--out bench]
 
 Regime: SmolLM2-135M-Instruct, chat prompts of 35 to 56 tokens, T=1, top-p 1, 128 new tokens whatever
@@ -12,7 +12,10 @@ runs once, the order rotates, and what lives in another process is stopped while
 and batch size is warmed up by a short run that is not counted. Speculative rows use the defaults
 (history proposer, adaptive draft length) after 16 recorded rollouts a prompt, and whatever timed runs
 add; no run draws the tokens of another again. vLLM counts with the faster of two ways to start it; the
-clearly slower one is measured once a batch size.
+clearly slower one is measured once a batch size. `native` stands for this engine's rows, `vllm` for
+those of vLLM and for `vllm_controller`: our vLLM engine with an adaptive draft length against plain
+sampling by vLLM, measured by `bench_vllm.py` at 1, 8 and 32 rows before the others start, where the
+interpreter of `--vllm-python` has the project as well.
 
 Before anything is timed the engine has to be right (`bench_exact.py`); else the exit code is 1.
 
@@ -61,7 +64,15 @@ from scripts.bench_ours import (
     OurEngine,
     make_ours,
 )
-from scripts.bench_peers import IDLE_RATE, VARIANT, PeerFailed, has_module, start_peer
+from scripts.bench_peers import (
+    CONTROLLER_INSTALL,
+    IDLE_RATE,
+    VARIANT,
+    PeerFailed,
+    controller_against_plain,
+    has_module,
+    start_peer,
+)
 from scripts.bench_plot import plot
 from scripts.bench_report import LABELS, OVERHEAD_BATCH, Missing, Outcome, table
 from scripts.bench_roofline import measure_roofline
@@ -70,6 +81,9 @@ from scripts.bench_summary import Measured, policy_name, summarise
 
 FULL = {"batches": "1,4,8,16,32", "repeats": 3, "tokens": 128, "history": 16}
 QUICK = {"batches": "1,4", "repeats": 1, "tokens": 16, "history": 2}
+CONTROLLER = "vllm_controller"
+"""Among the engines by name; a comparison of its own."""
+CONTROLLER_BATCHES = (1, 8, 32)
 WARM_UP_TOKENS = 32
 CLEARLY_SLOWER = 0.8
 """Of two ways to start an engine, below this share of the other's speed."""
@@ -101,7 +115,16 @@ def make_prompts(num: int, tokenizer: Any) -> list[list[int]]:
 
 def default_engines() -> tuple[str, ...]:
     """vLLM in float32 only where bf16 is emulated and float32 could be its better setting."""
-    return tuple(n for n in LABELS if n != "vllm_float32" or not has_bf16_gemm())
+    return (*(n for n in LABELS if n != "vllm_float32" or not has_bf16_gemm()), CONTROLLER)
+
+
+def named_engines(words: str) -> tuple[str, ...]:
+    """Engines by name, each once; `native` and `vllm` stand for several."""
+    several = {
+        "native": tuple(OURS),
+        "vllm": tuple(name for name in default_engines() if name.startswith("vllm_")),
+    }
+    return tuple(dict.fromkeys(n for word in words.split(",") for n in several.get(word, (word,))))
 
 
 # ---- measuring ----------------------------------------------------------------------------
@@ -195,6 +218,29 @@ def record_history(
         engine.remember(samples)
 
 
+def compare_controller(
+    arguments: argparse.Namespace, setting: Setting, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], list[Missing]]:
+    """Our vLLM engine against plain vLLM by batch size, or why not."""
+    if CONTROLLER not in arguments.engines:
+        return {}, []
+    if setting.vllm_python is None:
+        return {}, [Missing(CONTROLLER, "vLLM is not installed", CONTROLLER_INSTALL)]
+    tell("vLLM with an adaptive draft length against plain vLLM")
+    batches = [b for b in setting.batches if b in CONTROLLER_BATCHES] or setting.batches
+    try:
+        found = controller_against_plain(
+            setting.vllm_python,
+            batches,
+            num_tokens=setting.num_tokens,
+            num_earlier=arguments.history,
+            quick=arguments.quick,
+        )
+    except PeerFailed as error:
+        return {}, [Missing(CONTROLLER, f"did not run: {error}", CONTROLLER_INSTALL)]
+    return found, []
+
+
 # ---- the command --------------------------------------------------------------------------
 
 
@@ -206,7 +252,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--history", type=int, help=f"recorded rollouts; {FULL['history']} a prompt"
     )
-    parser.add_argument("--engines", help=f"some of {','.join(LABELS)}")
+    parser.add_argument("--engines", help=f"some of native,vllm,{','.join(LABELS)},{CONTROLLER}")
     parser.add_argument("--vllm-python", type=Path, help="an interpreter that has vllm")
     parser.add_argument("--llama-python", type=Path, help="an interpreter that has llama_cpp")
     parser.add_argument("--quick", action="store_true", help="a trial: says that it runs, no more")
@@ -236,9 +282,10 @@ def _batches(parser: argparse.ArgumentParser, words: str) -> tuple[int, ...]:
 
 
 def _engines(parser: argparse.ArgumentParser, words: str | None) -> tuple[str, ...]:
-    names = tuple(words.split(",")) if words else default_engines()
-    if unknown := [name for name in names if name not in LABELS]:
-        parser.error(f"--engines {unknown[0]}: expected some of {','.join(LABELS)}")
+    names = named_engines(words) if words else default_engines()
+    known = (*LABELS, CONTROLLER)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"--engines {unknown[0]}: expected some of native,vllm,{','.join(known)}")
     return names
 
 
@@ -274,6 +321,7 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None], stack: ExitS
         vllm_python=python_with("vllm", arguments.vllm_python),
         llama_python=python_with("llama_cpp", arguments.llama_python),
     )
+    controller, missing = compare_controller(arguments, setting, tell)
     tell("starting new processes, to time it")
     startup = startup_seconds(folder)
     ours = make_ours(
@@ -286,8 +334,7 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None], stack: ExitS
     policies = {policy_name(e.loaded): e.loaded for e in ours.values()}
     checked = check_exact(policies, folder, setting.prompts[:3])
     contenders: dict[str, Contender] = dict(ours)
-    missing: list[Missing] = []
-    for name in (name for name in arguments.engines if name not in OURS):
+    for name in (name for name in arguments.engines if name not in (*OURS, CONTROLLER)):
         tell(f"starting {name}")
         started, not_started = start_peer(name, setting)
         missing += not_started
@@ -307,7 +354,17 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None], stack: ExitS
         pairs = zero_speculation(quantised[0], setting, num_pairs, tell)
     settings = {name: getattr(arguments, name) for name in ("repeats", "history", "quick")}
     return summarise(
-        settings, setting, ours, contenders, roofline, checked, measured, pairs, missing, startup
+        settings,
+        setting,
+        ours,
+        contenders,
+        roofline,
+        checked,
+        measured,
+        pairs,
+        missing,
+        startup,
+        controller,
     )
 
 

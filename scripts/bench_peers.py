@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ VARIANT = ": "
 """Between a contender's name and how it was started, where there are several ways."""
 END_TIMEOUT_S = 20
 """Before a peer that was told to end is killed."""
+CONTROLLER_INSTALL = (
+    "scripts/setup-vllm-cpu makes an environment with vLLM and the project; then --vllm-python PATH"
+)
 IDLE_RATE = 0.01
 """CPU seconds a second that a waiting peer may use."""
 
@@ -212,6 +215,26 @@ def has_module(python: Path, module: str) -> bool:
         return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
     except (FileNotFoundError, PermissionError):
         sys.exit(f"bench_engine: {python} is no Python interpreter")
+
+
+def controller_against_plain(
+    python: Path, batches: Sequence[int], *, num_tokens: int, num_earlier: int, quick: bool
+) -> dict[str, Any]:
+    """What `bench_vllm.py` finds under an interpreter that has vLLM and the project, by batch size.
+    Raises PeerFailed."""
+    settings = {
+        "--batches": ",".join(map(str, batches)),
+        "--tokens": str(num_tokens),
+        "--history": str(num_earlier),
+    }
+    words = [word for setting in settings.items() for word in setting] + ["--quick"] * quick
+    command = [str(python), str(Path(__file__).with_name("bench_vllm.py")), "--json", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=_peer_environment())
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise PeerFailed(f"ended with code {done.returncode}; printed: {''.join(last)[:300]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["vllm_controller"]
+    return found
 
 
 # ---- starting them ------------------------------------------------------------------------

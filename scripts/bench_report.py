@@ -61,6 +61,7 @@ GOALS: tuple[Goal, ...] = (
     *_ratios("ratio/llama_cpp", {1: 1.0}),
     *_ratios("ratio_speculative/llama_cpp", {1: 1.3}),
     *_ratios("roofline_share", {1: 0.45, 8: 0.40, 32: 0.40}),
+    *_ratios("vllm_controller_vs_plain", {1: 1.15, 8: 0.97, 32: 0.97}),
     Goal("zero_speculation_overhead", OVERHEAD_BATCH, "at most", 0.02),
     Goal("sampler_share", 32, "below", 0.15),
 )
@@ -131,6 +132,14 @@ class Outcome:
     missing: Sequence[Missing]
     about: Mapping[str, Any] = field(default_factory=dict)
     """Machine, versions, settings: as they go into the JSON."""
+    vllm_controller: Mapping[str, Any] = field(default_factory=dict)
+    """B -> what `bench_vllm.py` found there."""
+
+    @property
+    def vllm_controller_vs_plain(self) -> dict[int, float]:
+        """B -> vLLM with our plug-in and an adaptive draft length / the faster plain vLLM."""
+        cells = self.vllm_controller.items()
+        return {int(batch): cell["vs"][cell["plain"]] for batch, cell in cells}
 
     @property
     def tok_s(self) -> dict[str, dict[int, float]]:
@@ -152,6 +161,7 @@ class Outcome:
         found: dict[str, dict[int, float]] = {
             "roofline_share": {b: s.roofline_share(self.roofline) for b, s in self.steps.items()},
             "sampler_share": {b: step.sampler_share for b, step in self.steps.items()},
+            "vllm_controller_vs_plain": self.vllm_controller_vs_plain,
         }
         for name, engines in (("ratio", plain), ("ratio_speculative", speculative)):
             found |= {f"{name}/{base}": by for base, by in self.ratio(engines).items()}
@@ -171,6 +181,8 @@ class Outcome:
             "ratio": self.ratio(plain),
             "ratio_speculative": self.ratio(speculative),
             "roofline_share": found["roofline_share"],
+            "vllm_controller_vs_plain": self.vllm_controller_vs_plain,
+            "vllm_controller": self.vllm_controller,
             "zero_speculation_overhead": self.zero_speculation_overhead,
             "sampler_share": found["sampler_share"],
             "memory": self.memory,
@@ -243,6 +255,7 @@ def table(outcome: Outcome, plain: Sequence[str], speculative: Sequence[str]) ->
         _step_table(outcome),
         _share_table(outcome),
         _speculation_table(outcome),
+        _controller_table(outcome),
         _memory_table(outcome),
         _target_table(outcome, plain, speculative),
         _bounds(outcome, plain, speculative),
@@ -330,6 +343,22 @@ def _speculation_table(outcome: Outcome) -> str:
             cells = (f"{name} {'–' if v is None else f'{v:.2f}'}" for name, v in facts.items())
             lines.append(f"  B={batch:<3} {engine:25}" + ", ".join(cells))
     return "\n".join(["speculation", *lines]) if lines else ""
+
+
+def _controller_table(outcome: Outcome) -> str:
+    lines = [
+        f"{'vLLM, adaptive draft length':32}" + _row(["/ plain", "±", "controller", "plain"], 12)
+    ]
+    for batch, cell in outcome.vllm_controller.items():
+        plain, error = cell["plain"], cell["vs_error"][cell["plain"]]
+        cells = (
+            f"{cell['vs'][plain]:.3f}",
+            "–" if error is None else f"{error:.3f}",
+            f"{cell['tok_s']['controller']:.1f}",
+            f"{cell['tok_s'][plain]:.1f}",
+        )
+        lines.append(f"  B={batch:<3} {f'against {plain}':25}" + _row(cells, 12))
+    return "\n".join(lines) if outcome.vllm_controller else ""
 
 
 def _memory_table(outcome: Outcome) -> str:

@@ -4,6 +4,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -157,6 +158,7 @@ def summarise(
     pairs: Sequence[tuple[float, float]],
     missing: Sequence[Missing],
     startup_s: Mapping[str, float],
+    vllm_controller: Mapping[str, Any],
 ) -> Outcome:
     """Everything, in one place."""
     peers = [c for c in contenders.values() if isinstance(c, PeerProcess)]
@@ -179,6 +181,7 @@ def summarise(
         overhead_range=spread(pairs) if pairs else None,
         memory=memory_of(ours, contenders, setting),
         missing=missing,
+        vllm_controller=vllm_controller,
         about={
             "machine": machine() | {"threads": torch.get_num_threads()},
             "versions": versions(),

