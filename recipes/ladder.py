@@ -101,7 +101,7 @@ class Ladder:
                 probe_ids,
             )
             logits = probe.logits(self._prepared[name][0])
-            reference = logits.float().log_softmax(-1) if reference is None else reference
+            reference = logits.log_softmax(-1) if reference is None else reference
             drift: Drift = measure_drift(reference, logits, probe.next_tokens)
             self._drift[name] = max(drift.kl, 0.0)
         self._draft_lens = {name: make_draft_len(made) for name, made in self._specs.items()}

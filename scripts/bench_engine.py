@@ -35,7 +35,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -81,6 +81,7 @@ from scripts.bench_summary import Measured, policy_name, summarise
 
 FULL = {"batches": "1,4,8,16,32", "repeats": 3, "tokens": 128, "history": 16}
 QUICK = {"batches": "1,4", "repeats": 1, "tokens": 16, "history": 2}
+Thing = TypeVar("Thing")
 CONTROLLER = "vllm_controller"
 """Among the engines by name; a comparison of its own."""
 CONTROLLER_BATCHES = (1, 8, 32)
@@ -130,10 +131,10 @@ def named_engines(words: str) -> tuple[str, ...]:
 # ---- measuring ----------------------------------------------------------------------------
 
 
-def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The names, starting with another one each time."""
-    by %= len(names)
-    return [*names[by:], *names[:by]]
+def rotated(things: Sequence[Thing], by: int) -> list[Thing]:
+    """The same, starting with another one each time."""
+    by %= len(things)
+    return [*things[by:], *things[:by]]
 
 
 def alternate(
@@ -259,9 +260,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     parser.add_argument("--out", type=Path, default=Path("bench"), help="folder of plot and JSON")
     arguments = parser.parse_args()
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill_in(arguments, QUICK if arguments.quick else FULL)
     arguments.batches = _batches(parser, arguments.batches)
     arguments.engines = _engines(parser, arguments.engines)
     for name in ("repeats", "tokens", "history"):
@@ -294,6 +293,20 @@ def python_with(module: str, named: Path | None) -> Path | None:
     if named is not None:
         return named if has_module(named, module) else None
     return Path(sys.executable) if importlib.util.find_spec(module) else None
+
+
+def fill_in(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Gives options that were left out their value of a full run or a trial."""
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+
+
+def own_stdout() -> TextIO:
+    """Standard output for answers alone: whatever else is printed from now on goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
 
 
 def make_tell() -> Callable[[str], None]:

@@ -128,7 +128,7 @@ class Cell:
             "vs_plain_error": vs_plain_error,
             "vs_plain_cpu": self.versus(PLAIN, cpu)[0],
             "vs_best_fixed": vs_best,
-            "vs_best_fixed_error": vs_best_error,
+            "vs_best_fixed_error": None if math.isnan(vs_best_error) else vs_best_error,
             "best_fixed": self.best_fixed,
             "repeats": len(self.runs[ADAPTIVE]),
             "acceptance_rate": counters.acceptance_rate,

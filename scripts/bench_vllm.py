@@ -72,7 +72,8 @@ from rollout.packing import digest
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts, Setting
-from scripts.bench_engine import make_prompts, make_tell
+from scripts.bench_engine import fill_in, make_prompts, make_tell, own_stdout, rotated
+from scripts.bench_exact import Inexact
 
 FULL = {"batches": "1,8,32", "tokens": 64, "repeats": 3, "history": 16}
 QUICK = {"batches": "1,2", "tokens": 8, "repeats": 1, "history": 2}
@@ -83,10 +84,6 @@ CONTROLLER, PLUG_IN, VLLM, COMPILED = "controller", "plug_in", "vllm", "vllm_com
 CHECK_RUNS = 16
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Of a mean |error| of log-probabilities, nats: forwards of other shapes round differently."""
-
-
-class Inexact(Exception):
-    """What came out is not what the weights say."""
 
 
 class Contender(Protocol):
@@ -212,8 +209,7 @@ def in_turns(
         due = min(due + TURN * len(prompts), goal)
         turn += 1
         turns = {
-            name: _take_turn(contenders[name], taken[name], due)
-            for name in (*names[turn % len(names) :], *names[: turn % len(names)])
+            name: _take_turn(contenders[name], taken[name], due) for name in rotated(names, turn)
         }
         if all(contender.num_live == len(prompts) for contender in contenders.values()):
             for name, (num, seconds) in turns.items():
@@ -339,8 +335,7 @@ def measure(
         tell(f"B={batch}: repeat {repeat + 1}/{repeats}")
         controller.engine.renew(speculative=True)
         controller.engine.memory.merge(earlier)
-        first = batch * repeat % len(pool)
-        chosen = [*pool[first:], *pool[:first]][:batch]
+        chosen = rotated(pool, batch * repeat)[:batch]
         taken = in_turns(contenders, chosen, num_tokens, 2 + repeat, repeat)
         if repeat < 0:
             continue
@@ -393,9 +388,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a trial: says that it runs, no more")
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     arguments = parser.parse_args()
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill_in(arguments, QUICK if arguments.quick else FULL)
     arguments.batches = tuple(sorted({int(word) for word in arguments.batches.split(",")}))
     if arguments.tokens < 2 or arguments.repeats < 1 or arguments.history < 1:
         parser.error("expected --tokens of 2 and more, --repeats and --history of 1 and more")
@@ -478,8 +471,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     arguments, tell = parse(), make_tell()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's warnings
+    answers = own_stdout()
     try:
         found = run(arguments, tell)
     except Inexact as error:

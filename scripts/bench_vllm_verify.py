@@ -64,7 +64,8 @@ from rollout.draft_len import FixedDraftLen
 from rollout.engine import EngineLimits
 from rollout.request import RolloutRequest
 from rollout.sampling import SamplingParams
-from scripts.bench_engine import make_tell
+from scripts.bench_engine import make_tell, own_stdout, rotated
+from scripts.bench_exact import Inexact
 
 SIZES = ((8, 3, 49_152), (16, 4, 49_152), (8, 4, 151_936))
 """B, K, V."""
@@ -74,10 +75,6 @@ LIKELY = 0.7
 """Probability of the token that a named draft names."""
 SIGMAS = 6.0
 CONTEXT_LEN = 100_000
-
-
-class Inexact(Exception):
-    """The two emit different numbers of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +233,7 @@ def measure(
     for repeat in range(-1, repeats):  # the first is a warm-up
         tell(f"B={batch}, K={draft_len}, V={vocab_size}, {kind}: {repeat + 1}/{repeats}")
         case = make_case(kind, batch, draft_len, vocab_size, repeat + 1)
-        for name in (*names[repeat % len(names) :], *names[: repeat % len(names)]):
+        for name in rotated(names, repeat):
             contenders[name].ready()
             logits = case.logits.clone()
             began, cpu_before = time.perf_counter(), time.process_time()
@@ -306,8 +303,7 @@ def text(cells: Sequence[Mapping[str, Any]]) -> str:
 
 def main() -> None:
     arguments, tell = parse(), make_tell()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's warnings
+    answers = own_stdout()
     torch.manual_seed(0)  # stock's randomness
     current_platform.register_triton_kernel_overrides()
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens

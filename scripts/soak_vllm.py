@@ -61,7 +61,7 @@ from rollout.checkpoint import read_config, read_weights
 from rollout.packing import digest
 from rollout.request import RolloutRequest, RolloutSample
 from rollout.sampling import SamplingParams
-from scripts.bench_engine import make_tell
+from scripts.bench_engine import fill_in, make_tell, own_stdout
 from tests.tiny_model import tiny_folder
 
 FULL = {"publishes": 200, "check_every": 5}
@@ -350,9 +350,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few publishes")
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     arguments = parser.parse_args()
-    for name, value in (QUICK if arguments.quick else FULL).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
+    fill_in(arguments, QUICK if arguments.quick else FULL)
     if arguments.publishes < 6 or arguments.check_every < 1 or arguments.rows < 1:
         parser.error("expected --publishes of 6 and more, --check-every and --rows of 1 and more")
     return arguments
@@ -378,8 +376,7 @@ def text(found: Mapping[str, Any]) -> str:
 
 def main() -> None:
     arguments, tell = parse(), make_tell()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM's warnings
+    answers = own_stdout()
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.quick:
             arguments.model = str(tiny_folder(Path(scratch) / "tiny", **HEADS))

@@ -159,6 +159,17 @@ def test_the_estimate_of_a_drawn_token_lies_between_what_p_and_what_chance_allow
     assert made(COUNTED).step(prompt, (2,), ANYBODY, "mode", 1).chances == pytest.approx([3 / 7])
 
 
+@BOTH
+def test_nothing_is_named_behind_what_is_hardly_ever_accepted_whole(made: type) -> None:
+    # in one rollout of nine tokens each is known behind the last with chance 1/2 by Witten and Bell
+    prompt = prompt_of((), counted(list(range(1, 10))))
+    for least, num in ((0.3, 2), (0.2, 3), (1e-9, 8)):
+        options = Options(min_match=1, max_match=1, least=least)
+        step = made(options).step(prompt, (1,), ANYBODY, "mode", 8)
+        assert len(step.points) == num and step.law is None
+        assert math.prod(step.chances[:-1]) > least
+
+
 # ---- by brute force -----------------------------------------------------------------------
 
 
