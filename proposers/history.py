@@ -92,11 +92,14 @@ class HistoryProposer:
         self._look_up = make_look_up(kernels, options)
         self._store = RolloutStore(max_tokens)
         self._rows: dict[int, _Known] = {}  # by serial
+        self._behind: dict[int, Row] = {}
+        """Rows that may have emitted what is not recorded yet, by serial."""
         self._version = 0
 
     # ---- drafting -------------------------------------------------------------------------
 
     def propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
+        self._catch_up()
         return [
             self._chain(row, max_len) if max_len else NO_DRAFT
             for row, max_len in zip(rows, max_lens, strict=True)
@@ -121,6 +124,7 @@ class HistoryProposer:
     def propose_trees(
         self, rows: Sequence[Row], max_nodes: Sequence[int], max_depths: Sequence[int]
     ) -> list[Draft]:
+        self._catch_up()
         return [
             self._tree(row, nodes, depth) if nodes else NO_DRAFT
             for row, nodes, depth in zip(rows, max_nodes, max_depths, strict=True)
@@ -142,6 +146,7 @@ class HistoryProposer:
     def continuations(self, row: Row, drafted: Sequence[int]) -> list[tuple[int, float]]:
         """What may follow the row and some tokens behind it, with probabilities that leave to 1 what
         was never seen; the most probable first."""
+        self._catch_up()
         known = self._know(row)
         if (prompt := self._store.prompt(known.key)) is None:
             return []
@@ -161,17 +166,30 @@ class HistoryProposer:
     # ---- recording ------------------------------------------------------------------------
 
     def observe(self, rows: Sequence[Row]) -> None:
+        """Notes whose tokens are to be recorded: that is done when somebody looks, since in most rounds
+        of a batch that drafts nothing nobody does."""
         for row in rows:
-            known = self._know(row)
-            if known.rollout is None:
-                tail = row.request.prompt_ids[-self._max_match :]
-                known.rollout = self._store.start(known.key, tail, row.serial, known.noise)
-            recorded = len(known.rollout.tokens)
-            if new := row.token_ids[row.prompt_len + recorded :]:
-                chances = map(math.exp, row.logprobs[recorded:])
-                self._store.extend(known.rollout, new, chances, self._version)
+            self._behind[row.serial] = row
+
+    def _catch_up(self) -> None:
+        if self._behind:
+            for row in self._behind.values():
+                self._record(row)
+            self._behind.clear()
+
+    def _record(self, row: Row) -> None:
+        known = self._know(row)
+        if known.rollout is None:
+            tail = row.request.prompt_ids[-self._max_match :]
+            known.rollout = self._store.start(known.key, tail, row.serial, known.noise)
+        recorded = len(known.rollout.tokens)
+        if new := row.token_ids[row.prompt_len + recorded :]:
+            chances = map(math.exp, row.logprobs[recorded:])
+            self._store.extend(known.rollout, new, chances, self._version)
 
     def finish(self, row: Row) -> None:
+        if self._behind.pop(row.serial, None) is not None:
+            self._record(row)
         known = self._rows.pop(row.serial, None)
         if known is not None and known.rollout is not None:
             self._store.finish(known.rollout)
@@ -190,9 +208,11 @@ class HistoryProposer:
         self._store.finish(rollout)
 
     def publish(self, version: int) -> None:
+        self._catch_up()
         self._version = version
 
     def gauges(self) -> Mapping[str, float]:
+        self._catch_up()
         return {
             "history/tokens": float(self._store.num_tokens),
             "history/sequences": float(len(self._store)),

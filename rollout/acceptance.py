@@ -114,24 +114,31 @@ class Acceptance:
         evidence = [one for one in evidence if one.accepted]
         if not evidence:
             return
-        expected = [
-            sum(self._cell(depth, one.chances[depth])[0] for depth in range(len(one.accepted)))
-            for one in evidence
-        ]
+        for one in evidence:
+            self._tell_apart(one)
         self._weight /= FORGET
         weight, self._unaided = self._weight, None
-        for one, hoped in zip(evidence, expected):
+        for one in evidence:
             for depth, (chance, hit) in enumerate(zip(one.chances, one.accepted)):
                 band = bisect_left(BANDS, chance) if chance == chance else NO_ESTIMATE
                 depth = min(depth, DEPTHS - 1)
                 self._reached[band][depth] += weight
                 self._accepted[band][depth] += weight * hit
-            if hoped:
-                num_accepted = sum(one.accepted)
-                self._prompts.learn(one.prompt, num_accepted, hoped)
-                self._rows.learn(one.row, num_accepted, hoped)
         if weight > MOST_WEIGHT:
             self._rescale()
+
+    def _tell_apart(self, one: Evidence) -> None:
+        """How the prompt and the row did against their cells. A cell that has seen little says little
+        about that: its own mistake would be taken for theirs, and outlive it."""
+        expected = accepted = 0.0
+        for depth, (chance, hit) in enumerate(zip(one.chances, one.accepted)):
+            rate, trials = self._cell(depth, chance)
+            known = 1.0 - PRIOR_TRIALS / trials
+            expected += known * rate
+            accepted += known * hit
+        if expected:
+            self._prompts.learn(one.prompt, accepted, expected)
+            self._rows.learn(one.row, accepted, expected)
 
     def _rescale(self) -> None:
         for counts in (*self._reached, *self._accepted):

@@ -8,6 +8,8 @@ A row that is asked for the first time may have a prompt to be run by the propos
 such rows say nothing about what asking costs.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.round_cost import RoundCost
@@ -21,8 +23,9 @@ SMOOTH = 0.1
 """Weight of the last round in running means."""
 MOST_PATIENT = 4
 """Doublings of the time between probes that find nothing."""
-TIME_EVERY = 4
-"""Rounds with asking, of which one is taken into account for what asking costs."""
+TIME_EVERY, LATER_EVERY, EARLY = 4, 16, 64
+"""Rounds with asking, of which one is taken into account for what asking costs; so many from the
+EARLY-th on."""
 MOST_NEW = 0.25
 """Share of rows asked for the first time in a round that says what asking costs."""
 MOST_ASKED = 4096
@@ -41,28 +44,36 @@ class Asking:
         """Seconds a round that was kept saved, and that were spent on asking."""
         self._asked: dict[int, None] = {}
         self._rounds = 0
+        self.cheap = True
+        """Asking every row takes next to nothing of a round."""
+        self._rows_a_round = math.inf
         self._credit, self._turn = 0.0, 0
-        """Rows that may be asked though asking does not pay, and whose turn it is."""
+        """Rows that may be asked though asking does not pay: how many more with each round, how many
+        now, and whose turn it is."""
         self._num_asked = 1
         """Rows in the last round in which any were."""
 
-    def cheap(self, num_rows: int, plain_s: float) -> bool:
-        return not self._ask.known or self._ask.seconds(num_rows) <= CHEAP * plain_s
+    def weigh(self, num_rows: int, plain_s: float) -> None:
+        """Works out what asking means for rounds of so many rows and seconds."""
+        if not self._ask.known:
+            return
+        self.cheap = self._ask.seconds(num_rows) <= CHEAP * plain_s
+        of_a_row = self._ask.seconds(self._num_asked) / self._num_asked
+        self._rows_a_round = IDLE * plain_s / max(of_a_row, 1e-9)
 
     @property
     def pays(self) -> bool:
         return self._earned.value >= self._paid.value
 
-    def turns(self, num_rows: int, plain_s: float) -> set[int]:
+    def turns(self, num_rows: int) -> Sequence[int]:
         """The rows, by index, that are asked in this round though asking does not pay."""
-        if not self._ask.known:
-            return set(range(num_rows))
-        of_a_row = self._ask.seconds(self._num_asked) / self._num_asked
-        self._credit += IDLE * plain_s / max(of_a_row, 1e-9)
-        few = min(int(self._credit), num_rows)
-        self._credit = min(self._credit - few, 1.0)
+        credit = self._credit + self._rows_a_round
+        few = int(min(credit, num_rows))
+        self._credit = min(credit - few, 1.0)
+        if not few:
+            return ()
         self._turn += few
-        return {(self._turn + index) % num_rows for index in range(few)}
+        return [(self._turn + index) % num_rows for index in range(few)]
 
     def observe(self, round_: RoundCost, cost: StepCost) -> None:
         """Takes in a round in which somebody was asked."""
@@ -70,9 +81,12 @@ class Asking:
         self._num_asked = len(asked)
         num_new = sum(trial.row.serial not in self._asked for trial in asked)
         self._rounds += 1
-        timed = not self._ask.known or self._rounds % TIME_EVERY == 0
+        every = TIME_EVERY if self._rounds < EARLY else LATER_EVERY
+        timed = not self._ask.known or self._rounds % every == 0
         if timed and num_new <= MOST_NEW * len(asked):
             self._ask.add(len(asked), round_.propose_seconds)
+            if cost.known:
+                self.weigh(round_.num_rows, cost.seconds(round_.num_rows))
             if steps := max(len(trial.draft) for trial in asked):
                 self.draft_step.add(round_.num_drafted / steps, round_.propose_seconds / steps)
         for trial in asked:

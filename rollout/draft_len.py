@@ -41,7 +41,9 @@ from rollout.tree_yield import TreeYield
 
 REPRICE = 16
 """Rounds for which a price holds while as many rows keep as many tokens."""
-RETIME = 4
+MOST_CALM = 2
+"""Doublings of that while price after price nothing is kept."""
+RETIME = 8
 """Rounds for which it holds while rows keep other numbers of tokens, and of which one is timed."""
 FIRST_TIMINGS = 64
 """All of these are taken."""
@@ -173,6 +175,8 @@ class AdaptiveDraftLen:
         """Seconds of a plain step, and the rounds since it and the price were worked out."""
         self._priced = 0, 0
         """Rows, and tokens kept in the round before, that they were worked out for."""
+        self._calm = 0
+        """Times in a row that they were worked out anew after nothing was kept."""
         self._timed = self._num_timed = self._untimed = 0
         """Tokens of the step that was timed last, for another like it says little new; timings so far;
         rounds since the last."""
@@ -211,7 +215,7 @@ class AdaptiveDraftLen:
             self._branching = True
             self.last.why, lengths = "trees", [self._trees.nodes] * num_rows
         else:
-            if self._asking.cheap(num_rows, self._plain_s):
+            if self._asking.cheap:
                 lengths = self._offers(num_rows)
             elif quiet and self._age:  # what was planned last holds as long as its price
                 lengths = [0] * num_rows
@@ -231,14 +235,24 @@ class AdaptiveDraftLen:
         are kept."""
         self._age += 1
         rows_before, kept_before = self._priced
-        hurried = num_rows <= FEW_ROWS and self._num_timed >= FIRST_TIMINGS
-        holds = REPRICE if kept == kept_before else RETIME if hurried else 0
+        holds = 0
+        if kept == kept_before:
+            holds = REPRICE << min(self._calm, MOST_CALM)
+        elif num_rows <= FEW_ROWS and self._settled:
+            holds = RETIME
         if num_rows != rows_before or self._age >= holds:
             self._priced, self._age = (num_rows, kept), 0
+            self._calm = 0 if kept or num_rows != rows_before else self._calm + 1
             self._plain_s = self._cost.seconds(num_rows)
             self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
             self._cuts = self._cuts_by_count(num_rows) if num_rows <= FEW_ROWS else []
+            self._asking.weigh(num_rows, self._plain_s)
         self.last.plain_s, self.last.price = self._plain_s, self._cut
+
+    @property
+    def _settled(self) -> bool:
+        """Costs are known well enough to be looked at rarely."""
+        return self._num_timed >= FIRST_TIMINGS
 
     def _cuts_by_count(self, num_rows: int) -> list[float]:
         """The chance at which the first, second, ... token of a round is worth what it adds to the
@@ -261,9 +275,11 @@ class AdaptiveDraftLen:
         if self._asking.pays:
             self.last.why = "proposing is cheap"
             return [self.max_len] * num_rows
-        turns = self._asking.turns(num_rows, self.last.plain_s)
+        lengths, turns = [0] * num_rows, self._asking.turns(num_rows)
+        for row in turns:
+            lengths[row] = self.max_len
         self.last.why = f"proposing does not pay: {len(turns)} rows in turn"
-        return [self.max_len if row in turns else 0 for row in range(num_rows)]
+        return lengths
 
     def _planned(self, rows: Sequence[Row]) -> list[int]:
         """The lengths of the largest rate, the proposer's own seconds counted in: of all prices and
@@ -300,8 +316,10 @@ class AdaptiveDraftLen:
     # ---- before scoring -------------------------------------------------------------------
 
     def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
+        if not self._asked:
+            return list(drafts)
         self.last.offered = self.last.kept = sum(map(len, drafts))
-        if not rows or self._branching or not self._asked:
+        if self._branching:
             return list(drafts)
         least = NEAR * (self._cuts[0] if self._cuts else self._cut)
         values = [
@@ -365,12 +383,11 @@ class AdaptiveDraftLen:
     # ---- after the round ------------------------------------------------------------------
 
     def observe(self, round_: RoundCost) -> None:
-        drafted = bool(round_.asked)
         if round_.plain_tokens and self._says_something(round_.scored_tokens):
             self._cost.add(round_.scored_tokens, round_.seconds)
         if self.last.plain_s:
             self._note()
-        if not drafted:
+        if not any(trial.asked_len for trial in round_.trials):
             return
         if round_.branched:
             self._trees.observe(round_.num_rows, round_.num_drafted, round_.num_accepted)
@@ -384,8 +401,7 @@ class AdaptiveDraftLen:
         """A timing of so many tokens is worth taking in, which costs as much as a draft does."""
         self._untimed += 1
         if self._age and (
-            scored_tokens == self._timed
-            or (self._num_timed >= FIRST_TIMINGS and self._untimed < RETIME)
+            scored_tokens == self._timed or (self._settled and self._untimed < RETIME)
         ):
             return False
         self._timed, self._untimed = scored_tokens, 0

@@ -89,6 +89,14 @@ def test_a_prompt_and_a_row_that_do_better_are_told_from_others() -> None:
     assert 1.0 < sibling < easy * 1.1
 
 
+def test_what_the_estimates_got_wrong_is_not_taken_for_a_prompt_that_does_better() -> None:
+    acceptance = Acceptance()
+    for seed, who in enumerate("abcd"):
+        learn(acceptance, [0.9] * 4, said=[0.3] * 4, num=30, who=who, seed=seed)
+    factors = [factor(acceptance, who, f"{who}'s row") for who in "abcd"]
+    assert factors == pytest.approx([1.0] * 4, abs=0.15)
+
+
 def test_a_policy_that_changed_is_noticed_within_a_hundred_rounds() -> None:
     acceptance = Acceptance()
     learn(acceptance, [1.0], num=1000)
