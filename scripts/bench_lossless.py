@@ -23,7 +23,7 @@ from rollout.draft_len import FixedDraftLen
 from rollout.request import RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts
-from scripts.bench_never_loses import Way, decode_in_turns
+from scripts.bench_never_loses import PLAIN, Way, decode_in_turns
 from scripts.bench_ours import LoadedPolicy
 
 FORMATS_TRIED: tuple[FormatName, ...] = ("int8_w8a16", "int8_w8a8")
@@ -35,16 +35,16 @@ class LosslessCell:
 
     batch: int
     format: FormatName
-    plain_s: list[float] = field(default_factory=list)
-    lossless_s: list[float] = field(default_factory=list)
+    speedups: list[float] = field(default_factory=list)
+    """Of each repeat, as `bench_never_loses.py` takes a ratio."""
     counters: SpecCounters = field(default_factory=SpecCounters)
     k3: float = 0.0
     k3_plain: float = 0.0
 
     @property
     def speedup(self) -> float:
-        """Median of the ratios of pairs."""
-        return statistics.median(p / s for p, s in zip(self.plain_s, self.lossless_s))
+        """Median over repeats."""
+        return statistics.median(self.speedups)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -89,23 +89,23 @@ def measure(
         plain = alone.engine(proposer=NoProposer(), draft_len=FixedDraftLen(0))
         for batch in batches:
             ways = {
-                "plain": Way(plain, loaded.weights),
+                PLAIN: Way(plain, loaded.weights),
                 "lossless": Way(loaded.engine(), loaded.weights),
             }
             cell = LosslessCell(batch, format_)
-            taken: dict[str, list[RolloutSample]] = {"plain": [], "lossless": []}
+            taken: dict[str, list[RolloutSample]] = {PLAIN: [], "lossless": []}
             for repeat in range(-1, repeats):
                 tell(f"lossless, {format_}, B={batch}: repeat {repeat + 1}/{repeats}")
                 runs = decode_in_turns(ways, prompts[:batch], sampling, seed=2 + repeat)
                 if repeat < 0:
                     continue
-                cell.plain_s.append(runs["plain"].seconds)
-                cell.lossless_s.append(runs["lossless"].seconds)
+                lossless = runs["lossless"]
+                cell.speedups.append(lossless.tokens / lossless.plain_tokens)
                 for name, run in runs.items():
                     taken[name] += run.samples
             for sample in taken["lossless"]:
                 cell.counters.add(sample.counters)
-            cell.k3, cell.k3_plain = (_k3(model, taken[name]) for name in ("lossless", "plain"))
+            cell.k3, cell.k3_plain = (_k3(model, taken[name]) for name in ("lossless", PLAIN))
             cells.append(cell)
     return cells
 

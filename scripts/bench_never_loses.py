@@ -13,9 +13,12 @@ best of 0, 1 and 3. Acceptance comes from what the history proposer remembers:
     adversarial  T=1, the same drafts with every token replaced by its neighbour: the proposer is as
                  sure as before and always wrong
 
-A ratio is one of whole cells, all tokens over all seconds; its error is the standard error over
-repeats. Beside ratios by the clock stand those by CPU seconds of this process, which other processes
-on the machine disturb less.
+A ratio is one of whole cells: the tokens of a way over those that plain decoding would have emitted
+in its seconds, each turn's seconds counted at the rate of plain decoding's turn beside it. On a machine
+of steady speed that is tokens a second over tokens a second; a slow spell, which would weigh as many
+turns as it makes long, weighs as many as it has. The error is the standard error over repeats. Beside
+ratios by the clock stand those by CPU seconds of this process, which other processes on the machine
+disturb less.
 """
 
 import math
@@ -67,6 +70,8 @@ class Decoded:
     cpu_s: float
     """Of all threads."""
     samples: list[RolloutSample]
+    plain_tokens: float = 0.0
+    """What plain decoding would have emitted in these seconds, at its rate in the turns beside."""
 
     @property
     def tokens(self) -> int:
@@ -74,7 +79,8 @@ class Decoded:
 
 
 def wall(run: Decoded) -> float:
-    return run.seconds
+    """Seconds on a machine as fast as it was for plain decoding, in units of a plain token."""
+    return run.plain_tokens
 
 
 def cpu(run: Decoded) -> float:
@@ -101,8 +107,10 @@ class Cell:
     def versus(self, name: str, clock: Callable[[Decoded], float] = wall) -> tuple[float, float]:
         """Adaptive rate over another's in the repeats that both had, and its standard error."""
         pairs = list(zip(self.runs[ADAPTIVE], self.runs[name]))
-        ours, theirs = (sum(clock(run) for run in runs) for runs in zip(*pairs))
-        spread = [clock(other) / clock(one) for one, other in pairs]
+        ours, theirs = (
+            sum(map(clock, runs)) / sum(run.tokens for run in runs) for runs in zip(*pairs)
+        )
+        spread = [clock(other) * one.tokens / clock(one) / other.tokens for one, other in pairs]
         error = statistics.stdev(spread) / len(spread) ** 0.5 if len(spread) > 1 else math.nan
         return theirs / ours, error
 
@@ -110,8 +118,8 @@ class Cell:
     def best_fixed(self) -> str:
         """The fastest way but the adaptive one, plain among them, in the repeats that all had."""
         num = min(map(len, self.runs.values()))
-        seconds = {name: sum(map(wall, runs[:num])) for name, runs in self.runs.items()}
-        return min((name for name in self.runs if name != ADAPTIVE), key=seconds.__getitem__)
+        took = {name: sum(map(wall, runs[:num])) for name, runs in self.runs.items()}
+        return min((name for name in self.runs if name != ADAPTIVE), key=took.__getitem__)
 
     def to_json(self) -> dict[str, Any]:
         counters = SpecCounters()
@@ -147,31 +155,44 @@ class Way:
 def decode_in_turns(
     ways: Mapping[str, Way], prompts: Prompts, sampling: SamplingParams, seed: int
 ) -> dict[str, Decoded]:
-    """The same requests by all ways, which take turns of `TURN` rounds, behind prompts that are cached
-    already. No two ways may share a cache."""
+    """The same requests by all ways, PLAIN among them, which take turns of `TURN` rounds behind prompts
+    that are cached already. No two ways may share a cache."""
     for way in ways.values():
         way.engine.load(way.weights, version=seed, digest="bench")
         run_to_end(way.engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
         way.engine.submit(requests_for(prompts, sampling, seed))
     taken = {name: Decoded(0.0, 0.0, []) for name in ways}
     names = list(ways)
+    plain_rate = math.nan
     while any(way.engine.num_unfinished for way in ways.values()):
         names = [*names[1:], names[0]]
-        for name in names:
-            _take_turn(ways[name].engine, taken[name])
+        going = [name for name in names if ways[name].engine.num_unfinished]
+        took = {name: _take_turn(ways[name].engine, taken[name]) for name in going}
+        if PLAIN in took:
+            tokens, seconds = took[PLAIN]
+            plain_rate = tokens / seconds
+        for name, (_, seconds) in took.items():
+            taken[name].plain_tokens += seconds * plain_rate
     for run in taken.values():
         run.samples.sort(key=lambda sample: sample.request.id)
     return taken
 
 
-def _take_turn(engine: NativeEngine, run: Decoded) -> None:
-    if not engine.num_unfinished:
-        return
+def _take_turn(engine: NativeEngine, run: Decoded) -> tuple[int, float]:
+    """Tokens and seconds."""
+    before = _emitted(engine)
     began, cpu_before = time.perf_counter(), time.process_time()
     for _ in range(TURN):
         run.samples += engine.step()
-    run.seconds += time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    run.seconds += seconds
     run.cpu_s += time.process_time() - cpu_before
+    return _emitted(engine) - before, seconds
+
+
+def _emitted(engine: NativeEngine) -> int:
+    counters = engine.counters()
+    return counters.accepted + counters.corrections + counters.bonuses + counters.plain
 
 
 def requests_for(prompts: Prompts, sampling: SamplingParams, seed: int) -> list[RolloutRequest]:

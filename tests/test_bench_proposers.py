@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 
+from actors.engine_spec import EngineSpec, history_salt
+from recipes.recorded_rollouts import Recording, Rollout
+from rollout.mtp_weights import save_mtp
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
 from rollout.sampling import SamplingParams
-from scripts import bench_lossless, bench_makespan, bench_never_loses
+from scripts import (
+    bench_alone,
+    bench_lossless,
+    bench_makespan,
+    bench_never_loses,
+)
 from scripts.bench_exact import Inexact
 from scripts.bench_kept import Kept
 from scripts.bench_never_loses import (
@@ -24,6 +32,9 @@ from scripts.bench_never_loses import (
     cpu,
     decode_in_turns,
 )
+from scripts.bench_ours import LoadedPolicy
+from scripts.bench_trained import Trained
+from tests.proposers.mtp_heads import random_head
 from tests.rollout.engines import request
 
 
@@ -36,9 +47,11 @@ def sample(token_ids: tuple[int, ...], counters: SpecCounters | None = None) -> 
 
 
 def took(seconds: float, cpu_s: float | None = None) -> Decoded:
-    """Two tokens in two rounds, of which one was accepted of four verified."""
+    """Two tokens in two rounds, of which one was accepted of four verified; plain decoding emits one a
+    second."""
     counters = SpecCounters(rounds=2, verified=4, accepted=1, corrections=1)
-    return Decoded(seconds, seconds if cpu_s is None else cpu_s, [sample((1, 2), counters)])
+    cpu_s = seconds if cpu_s is None else cpu_s
+    return Decoded(seconds, cpu_s, [sample((1, 2), counters)], plain_tokens=seconds)
 
 
 def cell_of(**runs: list[Decoded]) -> Cell:
@@ -80,6 +93,7 @@ class Rounds:
     def __init__(self, name: str, num: int, log: list[str]) -> None:
         self.name, self.num, self.log, self.left = name, num, log, 0
         self.asked: list[RolloutRequest] = []
+        self.rounds = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -93,11 +107,15 @@ class Rounds:
 
     def step(self) -> list[RolloutSample]:
         self.log.append(self.name)
+        self.rounds += 1
         self.left -= 1
         if self.left or not self.asked:
             return []
         ended, self.asked = self.asked, []
         return [replace(sample((1,)), request=one) for one in ended]
+
+    def counters(self) -> SpecCounters:
+        return SpecCounters(plain=self.rounds)
 
 
 def test_ways_take_turns_until_all_have_ended() -> None:
@@ -110,6 +128,24 @@ def test_ways_take_turns_until_all_have_ended() -> None:
     turns = [timed[at] for at in range(0, len(timed), TURN)]
     assert len(timed) == sum(lengths.values())
     assert turns == ["adaptive", "fixed 1", "plain", "fixed 1", "plain", "fixed 1"]
+
+
+def test_a_slow_spell_of_the_machine_weighs_no_more_than_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    def now() -> float:
+        """Plain rounds take 2 s, adaptive ones 1 s; ten times as much in the first ten turns."""
+        cost = {"plain": 2.0, "adaptive": 1.0}
+        return sum(cost[name] * (10 if at < 10 * TURN else 1) for at, name in enumerate(log))
+
+    monkeypatch.setattr(bench_never_loses.time, "perf_counter", now)
+    ways = {name: Way(Rounds(name, 20 * TURN, log), name) for name in ("plain", "adaptive")}  # type: ignore[arg-type]
+    log.clear()
+    taken = decode_in_turns(ways, [[1]], SamplingParams(max_new_tokens=4), seed=1)
+    assert taken["plain"].plain_tokens == pytest.approx(20 * TURN)
+    assert taken["adaptive"].plain_tokens == pytest.approx(10 * TURN)
 
 
 def test_a_cell_counts_what_its_adaptive_runs_accepted() -> None:
@@ -151,13 +187,49 @@ def test_fixed_lengths_that_score_too_much_are_left_out() -> None:
 # ---- the other parts ----------------------------------------------------------------------
 
 
-def test_single_rows_are_told_beside_whole_steps() -> None:
+def test_whole_steps_tell_the_median_of_their_pairs() -> None:
     counters = SpecCounters(rounds=2, accepted=4, verified=8, bonuses=2)
-    made = bench_makespan.Makespan([2.0, 3.0], [1.0, 1.0], counters, [3, 1], counters)
-    made.alone_s = {True: 6.0, False: 2.0}
+    made = bench_makespan.Makespan([2.0, 3.0], [1.0, 1.0], counters, [3, 1])
     told = made.to_json()
-    assert (told["speedup"], told["speedup_b1"], told["tokens_per_target_step_b1"]) == (2.5, 3, 3)
+    assert (told["speedup"], told["tokens_per_target_step"], told["lengths"]) == (2.5, 3, [1, 3])
     assert len(bench_makespan.text(told)) == 1
+
+
+def alone(rounds: int, accepted: int, seconds: float) -> bench_alone.Run:
+    run, num = bench_alone.Run(), rounds + accepted
+    counters = SpecCounters(
+        rounds=rounds, accepted=accepted, verified=2 * accepted, plain=rounds,
+        reached=[rounds, accepted], accepted_by_position=[accepted, 0],
+    )  # fmt: skip
+    run.add(seconds, sample(tuple(range(num)), counters))
+    return run
+
+
+def test_the_best_way_alone_is_named_by_steps_and_by_seconds() -> None:
+    runs = {"plain": alone(8, 0, 2.0), "mtp 4": alone(4, 4, 4.0), "mtp": alone(6, 2, 1.0)}
+    told = bench_alone.to_json(runs)
+    assert (told["tokens_per_target_step_b1"], told["tokens_per_target_step_b1_way"]) == (
+        2,
+        "mtp 4",
+    )
+    assert (told["speedup_b1"], told["speedup_b1_way"]) == (2, "mtp")
+    assert told["alone"]["mtp 4"]["conditional"] == [1.0, 0.0]
+    assert len(bench_alone.text(told)) == 4
+    assert set(bench_alone.KEYS) < set(told)
+
+
+def test_every_way_alone_decodes_every_request(tiny_llama: Path, tmp_path: Path) -> None:
+    save_mtp(tmp_path / "head", random_head(tiny_llama), history_salt(tiny_llama))
+    spec = EngineSpec(
+        str(tiny_llama), num_slots=1, context_len=64, proposer="mtp",
+        mtp_head=str(tmp_path / "head"),
+    )  # fmt: skip
+    earlier = Recording(((5, 6, 7),), ((Rollout((8, 9, 8, 9), (-1.0,) * 4),),), 1.0, "int8_w8a16")
+    asked = Trained(tiny_llama, earlier, SamplingParams(max_new_tokens=8)).requests(16, 2)
+    runs = bench_alone.measure(LoadedPolicy.make(spec), earlier, asked, lambda _: None)
+    assert {run.num_tokens for run in runs.values()} == {2 * 8} and len(asked) == 2
+    assert len(runs["mtp 2"].counters.reached) == 2  # depths
+    assert not runs["plain"].counters.drafted and runs["mixture 4"].counters.drafted
 
 
 def test_lossless_tells_the_better_format_of_each_batch_and_the_worst_mismatch() -> None:
