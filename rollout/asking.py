@@ -2,7 +2,8 @@
 
 Where asking every row takes next to nothing of a step, everybody is asked. A proposer that then costs
 more than what is kept of its drafts saves is asked for a few rows in turn, so that its becoming good is
-noticed. What runs a model costs more than that: its lengths are planned (`rollout.draft_len`).
+noticed. What runs a model costs more than that: its lengths are planned (`rollout.draft_len`), as long
+as what such plans have lost, in rounds of about as many rows, stays within bounds.
 
 A row that is asked for the first time may have a prompt to be run by the proposer, so rounds with many
 such rows say nothing about what asking costs.
@@ -28,6 +29,13 @@ TIME_EVERY, LATER_EVERY, EARLY = 4, 16, 64
 EARLY-th on."""
 MOST_NEW = 0.25
 """Share of rows asked for the first time in a round that says what asking costs."""
+DRAFT_SLOPE = 0.1
+"""What drafting for a further row is believed to add, before it was tried, in shares of one row."""
+FIRST_CREDIT, LEAST_CREDIT, MOST_CREDIT = 4.0, -4.0, 32.0
+"""What planned drafts may lose before they have earned anything, and the bounds of what is remembered,
+in plain steps."""
+TRYING = 0.05
+"""Plain steps that they may lose each time a plan is due that they cannot afford."""
 MOST_ASKED = 4096
 """Rows remembered as asked before, the most recent."""
 
@@ -36,12 +44,14 @@ class Asking:
     """Costs and earnings of a proposer."""
 
     def __init__(self) -> None:
-        self.draft_step = StepCost()
+        self.draft_step = StepCost(DRAFT_SLOPE)
         """Seconds of one drafted token a row, by rows."""
         self._ask = StepCost()
         """Seconds of asking, by rows."""
         self._earned, self._paid = _Running(), _Running()
         """Seconds a round that was kept saved, and that were spent on asking."""
+        self._credit_by_rows: dict[int, float] = {}
+        """What was saved beyond what was spent, in plain steps, by the binary digits of the rows."""
         self._asked: dict[int, None] = {}
         self._rounds = 0
         self.cheap = True
@@ -65,6 +75,14 @@ class Asking:
     def pays(self) -> bool:
         return self._earned.value >= self._paid.value
 
+    def affords(self, num_rows: int) -> bool:
+        """Plans for so many rows have not lost more than they may."""
+        size = num_rows.bit_length()
+        credit = self._credit_by_rows.setdefault(size, FIRST_CREDIT)
+        if credit <= 0:
+            self._credit_by_rows[size] = credit + TRYING
+        return credit > 0
+
     def turns(self, num_rows: int) -> Sequence[int]:
         """The rows, by index, that are asked in this round though asking does not pay."""
         credit = self._credit + self._rows_a_round
@@ -83,7 +101,9 @@ class Asking:
         self._rounds += 1
         every = TIME_EVERY if self._rounds < EARLY else LATER_EVERY
         timed = not self._ask.known or self._rounds % every == 0
-        if timed and num_new <= MOST_NEW * len(asked):
+        many_new = num_new > MOST_NEW * len(asked)
+        usual_s = self._ask.seconds(len(asked)) if self._ask.known else 0.0
+        if timed and not many_new:
             self._ask.add(len(asked), round_.propose_seconds)
             if cost.known:
                 self.weigh(round_.num_rows, cost.seconds(round_.num_rows))
@@ -101,6 +121,15 @@ class Asking:
                 saved = plain_s * (num_rows + round_.num_accepted) / num_rows - drafting_s
             self._earned.add(saved)
             self._paid.add(round_.propose_seconds)
+            paid = round_.propose_seconds
+            if many_new:  # what is paid once for a row is not held against drafting
+                paid = min(paid, usual_s)
+            self._settle(num_rows, (saved - paid) / cost.seconds(num_rows))
+
+    def _settle(self, num_rows: int, gain: float) -> None:
+        size = num_rows.bit_length()
+        credit = self._credit_by_rows.get(size, FIRST_CREDIT) + gain
+        self._credit_by_rows[size] = min(max(credit, LEAST_CREDIT), MOST_CREDIT)
 
 
 @dataclass(slots=True)

@@ -167,6 +167,8 @@ class AdaptiveDraftLen:
         self._branching = False
         self._cut = 1.0
         """Chance at which a token is worth scoring once it is drafted, in this round."""
+        self._first_cut = 0.0
+        """The same for the first tokens that are scored at all."""
         self._cuts: list[float] = []
         """The same by the number of tokens that are scored already, where rows are few."""
         self._best_speedup = 1.0
@@ -219,6 +221,8 @@ class AdaptiveDraftLen:
                 lengths = self._offers(num_rows)
             elif quiet and self._age:  # what was planned last holds as long as its price
                 lengths = [0] * num_rows
+            elif not self._asking.affords(num_rows):
+                self.last.why, lengths = "drafting has lost too much", [0] * num_rows
             else:
                 self._weigh(rows, draining)
                 lengths = self._planned(rows)
@@ -245,6 +249,7 @@ class AdaptiveDraftLen:
             self._calm = 0 if kept or num_rows != rows_before else self._calm + 1
             self._plain_s = self._cost.seconds(num_rows)
             self._cut, self._best_speedup = self._price.price(num_rows, self._cost)
+            self._first_cut = self._cost.slope(num_rows) * num_rows / self._plain_s
             self._cuts = self._cuts_by_count(num_rows) if num_rows <= FEW_ROWS else []
             self._asking.weigh(num_rows, self._plain_s)
         self.last.plain_s, self.last.price = self._plain_s, self._cut
@@ -276,8 +281,10 @@ class AdaptiveDraftLen:
             self.last.why = "proposing is cheap"
             return [self.max_len] * num_rows
         lengths, turns = [0] * num_rows, self._asking.turns(num_rows)
-        for row in turns:
-            lengths[row] = self.max_len
+        if turns:  # a few tokens at most, whatever the price of many
+            self._cut = max(self._cut, self._first_cut)
+            for row in turns:
+                lengths[row] = self.max_len
         self.last.why = f"proposing does not pay: {len(turns)} rows in turn"
         return lengths
 

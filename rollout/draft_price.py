@@ -67,4 +67,5 @@ class DraftPrice:
         dropped = np.flatnonzero(tokens[best + 1 :])
         lowest = 1.0 - (best + dropped[0]) / NUM_BINS if len(dropped) else 0.0
         marginal = cost.slope(float(scored[best])) * float(rates[best])
-        return min(max(marginal, lowest), highest), float(rates[best] / rates[0])
+        price = float(min(max(marginal, lowest), highest))
+        return price, float(rates[best] / rates[0])

@@ -49,10 +49,10 @@ class Curve:
 
 
 class StepCost:
-    """Seconds of a step by the tokens in it."""
+    """Seconds of a step by the tokens in it; `free_slope` as FREE_SLOPE."""
 
-    def __init__(self) -> None:
-        self._mean = 1.0 + FREE_SLOPE * KNOTS  # seconds, once something was measured
+    def __init__(self, free_slope: float = FREE_SLOPE) -> None:
+        self._mean = 1.0 + free_slope * KNOTS  # seconds, once something was measured
         rises = np.concatenate([[1.0], self._mean[1:]])  # each as uncertain as it is high
         steps = np.tril(np.ones((NUM_KNOTS, NUM_KNOTS))) * rises
         self._covariance = steps @ steps.T
