@@ -20,6 +20,7 @@ mtp_head          the MTP head as a module to train
 mtp_start         an MTP head for a run that brings none
 mtp_training      the loss of an MTP head, and its steps
 mtp_trunk         what the policy makes of recorded rollouts, for its MTP head to learn
+noisy_copy        a draft model for an audit that names none
 page              what every HTML page is made of
 passport          what a run was
 plan              `rollout plan`: ceilings of a model on a machine, and whether a fleet fits
@@ -55,6 +56,7 @@ __all__ = [
     "mtp_start",
     "mtp_training",
     "mtp_trunk",
+    "noisy_copy",
     "page",
     "passport",
     "plan",

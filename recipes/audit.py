@@ -17,9 +17,10 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from recipes.audit_sampled import default_prompts, make_reference
 from recipes.audit_sampled import run as audit_engine
 from recipes.audit_statistics import Finding
 from recipes.certificate import Certificate, Setting, write_certificate
+from recipes.noisy_copy import noisy_copy
 from recipes.passport import machine, model_files, project_state, versions
 from recipes.smollm2 import model_folder
 from rollout.checkpoint import read_config
@@ -48,6 +50,8 @@ NUM_TESTS = 60
 """About how many tests share it; the level at which powers are stated."""
 DEFAULT_PROPOSERS = ("history_sampled",)
 """Its drafts are drawn, so drafting noise, coins, corrections and bonuses are all at work."""
+DRAFT_MODELS = ("draft_model", "vllm_draft_model")
+"""Proposers that run a model of their own; without a folder for it a noisy copy is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +90,35 @@ def audit_command(arguments: argparse.Namespace) -> int:
             "--engine vllm --quant int8_w8a8: there is no other forward to compare its kernels with; "
             "audit --quant none"
         )
-    spec = EngineSpec(
-        str(model_folder(arguments.model)),
-        engine="vllm_stock" if arguments.stock else arguments.engine,
-        mode=mode,
-        format=quant,
-        proposer=proposers[0],
-        draft_model=arguments.draft_model and str(model_folder(arguments.draft_model)),
-        mtp_head=arguments.mtp_head,
-        draft_len=arguments.draft_len,
-        verification=arguments.verification,
-        dtype=arguments.dtype,
-    )
-    plan = AuditPlan(
-        spec,
-        proposers=proposers,
-        samplings=tuple(map(read_sampling, arguments.sampling or [[]])),
-        thorough=arguments.thorough,
-        seed=arguments.seed,
-    )
-    certificate = audit(plan)
+    samplings = tuple(map(read_sampling, arguments.sampling or [[]]))
+    with ExitStack() as scratch:
+        folder = model_folder(arguments.model)
+        named = arguments.draft_model
+        draft_folder = model_folder(named) if named else None
+        if draft_folder is None and set(DRAFT_MODELS).intersection(proposers):
+            made = Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="rollout-audit-")))
+            draft_folder = noisy_copy(folder, made / "noisy copy of the model")
+        spec = EngineSpec(
+            str(folder),
+            engine="vllm_stock" if arguments.stock else arguments.engine,
+            mode=mode,
+            format=quant,
+            proposer=proposers[0],
+            draft_model=str(draft_folder) if draft_folder else None,
+            mtp_head=arguments.mtp_head,
+            draft_len=arguments.draft_len,
+            verification=arguments.verification,
+            dtype=arguments.dtype,
+        )
+        certificate = audit(
+            AuditPlan(
+                spec,
+                proposers=proposers,
+                samplings=samplings,
+                thorough=arguments.thorough,
+                seed=arguments.seed,
+            )
+        )
     page = write_certificate(certificate, arguments.out / time.strftime("%Y%m%d-%H%M%S"))
     if arguments.json:
         print(json.dumps(certificate.to_json() | {"page": str(page)}))
@@ -205,6 +218,7 @@ def _audited(plan: AuditPlan) -> dict[str, Any]:
     return {
         "engine": spec["engine"],
         "model": model_files(Path(plan.spec.model_folder)),
+        "draft_model": spec["draft_model"] and model_files(Path(spec["draft_model"])),
         "settings": {name: spec[name] for name in ("mode", "format", "draft_len", "max_draft_len")}
         | {"verification": spec["verification"], "dtype": str(plan.spec.torch_dtype)},
         "proposers": list(plan.proposers),

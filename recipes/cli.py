@@ -137,7 +137,12 @@ def _add_audit(commands: Any) -> None:
         help="who drafts; several are audited one after the other (default history_sampled, in "
         "lossless mode self_draft)",
     )
-    audit.add_argument("--draft-model", default=None, help="model folder of draft_model")
+    audit.add_argument(
+        "--draft-model",
+        default=None,
+        help="model folder of draft_model and vllm_draft_model (default: a copy of the model with "
+        "noise in its weights, made for the audit)",
+    )
     audit.add_argument(
         "--mtp-head", default=None, help="file of the head that mtp and mixture draft with"
     )

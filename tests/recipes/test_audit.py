@@ -89,7 +89,6 @@ def test_controls_that_are_not_caught_make_the_audit_void(
         (["--mode", "full", "--quant", "int8_w8a8"], "full goes with none"),
         (["--mode", "lossless"], "name their format"),
         (["--proposer", "self_draft"], "set mode=lossless"),
-        (["--proposer", "draft_model"], "name its model folder"),
     ],
 )
 def test_bad_use_is_refused_by_name_with_exit_code_2(
@@ -97,6 +96,20 @@ def test_bad_use_is_refused_by_name_with_exit_code_2(
 ) -> None:
     code, _, err = run_audit(capsys, words)
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_a_draft_model_that_nobody_names_is_a_noisy_copy_of_the_model(
+    small: None, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(tiny_llama), "--proposer", "draft_model", "--out", str(tmp_path)]
+    code, out, _ = run_audit(capsys, [*words, "--json"])
+    row = json.loads(out.splitlines()[-1])
+    (part,), audited = row["sampled"], row["audited"]
+    assert code == 0 and 0.2 < part["acceptance_rate"] < 1.0  # wrong now and then
+    weights, tokenizer = "weights_sha256", "tokenizer_sha256"
+    assert audited["draft_model"][weights] != audited["model"][weights]
+    assert audited["draft_model"][tokenizer] == audited["model"][tokenizer]
+    assert not Path(audited["draft_model"]["folder"]).exists()
 
 
 def test_an_engine_that_fails_is_not_called_inexact(
