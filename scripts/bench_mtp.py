@@ -2,7 +2,8 @@
 """What an MTP head of SmolLM2 drafts after minutes of training, and what training it along is worth.
 
     python scripts/bench_mtp.py [--rollouts T1.safetensors] [--run RUN] [--parts recorded task drift]
-        [--minutes 10] [--steps N] [--task-steps 40] [--drift-steps 50] [--threads 2] [--json]
+        [--minutes 10] [--steps N] [--task-steps 40] [--drift-steps 50] [--threads 2]
+        [--out bench/mtp] [--again] [--json]
 
 recorded  a head trained on recorded rollouts (`record_rollouts.py`, default prompts; made here where
           none are named), by what `rollout train-mtp` runs.
@@ -19,49 +20,55 @@ samples that were trained on by nobody, of the same prompts: the last sixth of e
 drift the last two of each group, of the last groups of the run.
 
 Times are given by the clock and in processor seconds of all threads; the second count where others
-use the machine. Not measured: drafting in an engine (`bench_proposers.py`), other models, other prompts
-than those trained on.
+use the machine. What was recorded, trained and measured is kept in --out, and not made again by
+a call with the same settings at the same commit; --again measures anew with the recordings and heads
+that are there.
+
+Not measured: drafting in an engine (`bench_alone.py`), other models, other prompts than those trained
+on.
 """
 
 import argparse
 import json
+import math
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from actors.engine_spec import history_salt
 from actors.group_queue import RolloutGroup
 from recipes.arithmetic import ArithmeticTask
 from recipes.config import RunConfig, load_config
 from recipes.grpo import Learner, pack_group, responses_of
 from recipes.mtp_head import MtpHead
 from recipes.mtp_training import MtpStats, MtpTrainer, Response, acceptance
+from recipes.passport import project_state
 from recipes.recorded_rollouts import Recording
-from recipes.run import run
 from recipes.smollm2 import model_folder
 from recipes.train_mtp import MtpOptions, train_mtp
 from rollout.checkpoint import read_config, read_tokenizer
+from rollout.mtp_weights import load_mtp, save_mtp
 from rollout.request import RolloutSample
+from scripts.bench_kept import Kept
+from scripts.bench_trained import policy_folder, trained_run
 from scripts.record_rollouts import make_prompts, record, tell
 
 Tell = Callable[[str], None]
 Tensors = dict[str, torch.Tensor]
 QUICKSTART = Path(__file__).resolve().parent.parent / "recipes" / "quickstart.yaml"
-RUN_STEPS = 20
 TASK_SAMPLES = 16
 """Of each prompt of the task."""
 HELD_OUT = 2
 """Samples of each group, in the drift."""
-EVALUATED_GROUPS = 10
+EVALUATED_GROUPS = 16
 EVALUATED_EVERY = 25
 
 
@@ -74,21 +81,20 @@ def head_of(
     return head.tensors(version=0), {**report.to_json(), "cpu_minutes": round(cpu_s / 60, 2)}
 
 
-def recorded_rollouts(path: Path | None, threads: int, tell: Tell) -> Recording:
-    """Of the default prompts: from a file, or made here."""
-    if path is not None:
-        return Recording.load(path)
-    torch.set_num_threads(threads)
-    return record(
-        make_prompts(12, read_tokenizer(model_folder("smollm2")), 0),
-        num_samples=17,
-        num_tokens=160,
-        temperature=1.0,
-        quant="int8_w8a16",
-        seed=0,
-        num_rows=32,
-        tell=tell,
-    )
+def recorded_rollouts(path: Path, tell: Tell) -> Recording:
+    """Of the default prompts: from a file, made here where it is not there."""
+    if not path.is_file():
+        record(
+            make_prompts(12, read_tokenizer(model_folder("smollm2")), 0),
+            num_samples=17,
+            num_tokens=160,
+            temperature=1.0,
+            quant="int8_w8a16",
+            seed=0,
+            num_rows=32,
+            tell=tell,
+        ).save(path)
+    return Recording.load(path)
 
 
 # ---- a run's policy and prompts -----------------------------------------------------------
@@ -102,30 +108,16 @@ class PastRun:
     config: RunConfig
 
     @staticmethod
-    def open(path: Path | None, scratch: Path) -> "PastRun":
-        """A run that is there, or one of the quickstart made here."""
-        if path is None:
-            words = [f"steps={RUN_STEPS}", f"out={scratch / 'runs'}", "ladder.enabled=false"]
-            quickstart = load_config(
-                QUICKSTART, [*words, "wandb.mode=disabled", "max_minutes=null"]
-            )
-            path = Path(run(quickstart)["run"])
+    def open(path: Path) -> "PastRun":
         return PastRun(path, load_config(path / "config.yaml"))
 
     @property
     def last_checkpoint(self) -> Path:
         return sorted((self.path / "checkpoints").glob("step-*"))[-1]
 
-    def policy_folder(self, scratch: Path) -> Path:
+    def policy_folder(self) -> Path:
         """A model folder of the last checkpoint's weights."""
-        folder, original = scratch / "policy", model_folder(self.config.model.path)
-        folder.mkdir()
-        for file in original.iterdir():
-            if file.suffix != ".safetensors":
-                (folder / file.name).write_bytes(file.read_bytes())
-        weights = load_file(self.last_checkpoint / "model.safetensors")
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
+        return policy_folder(self.last_checkpoint, self.path / "policy", self.config.model.path)
 
     def rollouts(self, folder: Path, tell: Tell) -> Recording:
         """Of a policy on the run's prompts, as the run samples."""
@@ -208,13 +200,14 @@ def measure_drift(
         if step == steps or step % EVALUATED_EVERY == 0:
             rows.append({"step": step, **_measure(learner, heads, unseen)})
             tell(f"drift: {json.dumps(rows[-1])}")
-    last = rows[-1]
+    gain, error = _gain(learner, heads, unseen)
     return {
         "groups": len(groups),
         "repeats": steps > len(groups),
         "learning_rate": learning_rate,
         "rows": rows,
-        "gain_points": round(100 * (last["online"][0] - last["frozen"][0]), 2),
+        "gain_points": round(100 * gain, 2),
+        "gain_error_points": round(100 * error, 2),
         "cpu_s_a_step": round(step_cpu_s / steps, 3),
         "head_share_of_step": round(trainer.cpu_s / step_cpu_s, 4),
     }
@@ -235,52 +228,94 @@ def _measure(
     }
 
 
+def _gain(
+    learner: Learner, heads: dict[str, MtpHead], groups: Sequence[RolloutGroup]
+) -> tuple[float, float]:
+    """Acceptance at depth 1 of the head that was trained along over that of the other, and its
+    standard error, by groups."""
+    gains, nums = [], []
+    for group in groups:
+        rates = _measure(learner, heads, [group])
+        num = sum(max(0, len(sample.token_ids) - 1) for sample in group.samples)
+        if num:
+            gains.append(num * (rates["online"][0] - rates["frozen"][0]))
+            nums.append(num)
+    assert len(nums) > 1, "a standard error takes two groups"
+    gain = sum(gains) / sum(nums)
+    squares = sum((one - gain * num) ** 2 for one, num in zip(gains, nums))
+    return gain, math.sqrt(squares * len(nums) / (len(nums) - 1)) / sum(nums)
+
+
 # ---- the whole ----------------------------------------------------------------------------
 
 
-def measure(
-    parts: Sequence[str],
-    *,
-    rollouts: Path | None,
-    past_run: Path | None,
-    options: MtpOptions,
-    task_options: MtpOptions,
-    drift_steps: int,
-    drift_learning_rate: float,
-    threads: int,
-    tell: Tell,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be measured."""
+
+    rollouts: Path
+    run: Path | None
+    """None: trained here."""
+    options: MtpOptions
+    task_options: MtpOptions
+    drift_steps: int
+    drift_learning_rate: float
+    threads: int
+    out: Path
+
+
+def measure_recorded(plan: Plan, tell: Tell) -> dict[str, Any]:
+    recording = recorded_rollouts(plan.rollouts, tell)
+    return head_of(model_folder("smollm2"), recording, plan.options, tell)[1]
+
+
+def measure_task(plan: Plan, tell: Tell) -> dict[str, Any]:
+    past = _past_run(plan)
+    trained = past.policy_folder()
+    report = head_of(trained, past.rollouts(trained, tell), plan.task_options, tell)[1]
+    return {"checkpoint": past.last_checkpoint.name, **report}
+
+
+def measure_drift_of_run(plan: Plan, tell: Tell) -> dict[str, Any]:
+    past, first = _past_run(plan), model_folder("smollm2")
+    return measure_drift(
+        past,
+        first,
+        first_head(past, plan, tell),
+        steps=plan.drift_steps,
+        learning_rate=plan.drift_learning_rate,
+        tell=tell,
+    )
+
+
+def first_head(past: PastRun, plan: Plan, tell: Tell) -> Tensors:
+    """Trained on the first policy's rollouts of a run's prompts, by this call or an earlier one."""
+    folder, steps = model_folder("smollm2"), plan.task_options.max_steps
+    path = plan.out / f"first-{past.path.name}-{steps}.safetensors"
+    if not path.is_file():
+        head, _ = head_of(folder, past.rollouts(folder, tell), plan.task_options, tell)
+        save_mtp(path, head, history_salt(folder))
+    return load_mtp(path, read_config(folder), history_salt(folder))
+
+
+def _past_run(plan: Plan) -> PastRun:
+    return PastRun.open(plan.run or trained_run(plan.out / "runs", QUICKSTART))
+
+
+PARTS = {"recorded": measure_recorded, "task": measure_task, "drift": measure_drift_of_run}
+
+
+def measure(parts: Sequence[str], plan: Plan, kept: Kept, tell: Tell) -> dict[str, Any]:
     """What `bench_proposers.py` shows of heads, and beside it each part as measured; None for a part
     that was not asked for."""
-    torch.set_num_threads(threads)
-    measured: dict[str, Any] = {"recorded": None, "task": None, "drift": None}
-    first = model_folder("smollm2")
-    with tempfile.TemporaryDirectory() as temporary:
-        scratch = Path(temporary)
-        if "recorded" in parts:
-            recording = recorded_rollouts(rollouts, threads, tell)
-            measured["recorded"] = head_of(first, recording, options, tell)[1]
-        if {"task", "drift"} & set(parts):
-            past = PastRun.open(past_run, scratch)
-            torch.set_num_threads(threads)
-        if "task" in parts:
-            trained = past.policy_folder(scratch)
-            report = head_of(trained, past.rollouts(trained, tell), task_options, tell)[1]
-            measured["task"] = {"checkpoint": past.last_checkpoint.name, **report}
-        if "drift" in parts:
-            head, _ = head_of(first, past.rollouts(first, tell), task_options, tell)
-            measured["drift"] = measure_drift(
-                past,
-                first,
-                head,
-                steps=drift_steps,
-                learning_rate=drift_learning_rate,
-                tell=tell,
-            )
+    torch.set_num_threads(plan.threads)
+    measured: dict[str, Any] = dict.fromkeys(PARTS)
+    for part in parts:
+        measured[part] = kept.find_or(part, lambda part=part: PARTS[part](plan, tell))  # type: ignore[misc]
     recorded, drift = measured["recorded"], measured["drift"]
     return {
         "rate_depth1": recorded and recorded["acceptance"][0],
-        "train_minutes": recorded and round(recorded["cpu_minutes"] / threads, 2),
+        "train_minutes": recorded and round(recorded["cpu_minutes"] / plan.threads, 2),
         "online_gain_points": drift and drift["gain_points"],
         **measured,
     }
@@ -288,36 +323,43 @@ def measure(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rollouts", type=Path, default=None, help="of record_rollouts.py")
+    parser.add_argument(
+        "--rollouts", type=Path, default=None, help="of record_rollouts.py; made in --out"
+    )
     parser.add_argument("--run", type=Path, default=None, help="run folder of the quickstart")
-    names = ("recorded", "task", "drift")
-    parser.add_argument("--parts", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
     parser.add_argument("--minutes", type=float, default=10.0, help="for each head")
     parser.add_argument("--steps", type=int, default=None, help="of training at most")
     parser.add_argument("--task-steps", type=int, default=40, help="the same on the run's prompts")
     parser.add_argument("--drift-steps", type=int, default=50)
-    parser.add_argument("--drift-learning-rate", type=float, default=3e-4, help="of the head")
+    parser.add_argument("--drift-learning-rate", type=float, default=6e-4, help="of the head")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("bench/mtp"), help="folder of results")
+    parser.add_argument("--again", action="store_true", help="measure what --out has anew")
     parser.add_argument("--json", action="store_true", help="the JSON line only")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
-    measured = measure(
-        arguments.parts,
-        rollouts=arguments.rollouts,
-        past_run=arguments.run,
+    plan = Plan(
+        rollouts=arguments.rollouts or arguments.out / "rollouts.safetensors",
+        run=arguments.run,
         options=MtpOptions(minutes=arguments.minutes, max_steps=arguments.steps),
         task_options=MtpOptions(minutes=arguments.minutes, max_steps=arguments.task_steps),
         drift_steps=arguments.drift_steps,
         drift_learning_rate=arguments.drift_learning_rate,
         threads=arguments.threads,
-        tell=(lambda _: None) if arguments.json else tell,
+        out=arguments.out,
     )
+    settings = {name: str(value) for name, value in asdict(plan).items()}
+    kept = Kept(arguments.out, settings | {"commit": project_state()["commit"]})
+    if arguments.again:
+        kept.forget()
+    measured = measure(arguments.parts, plan, kept, (lambda _: None) if arguments.json else tell)
     if not arguments.json:
         tell("")
-        for name in ("recorded", "task", "drift"):
+        for name in PARTS:
             if measured[name] is not None:
                 print(f"{name}: {json.dumps(measured[name], indent=2)}")
     print(json.dumps(measured))

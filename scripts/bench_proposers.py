@@ -12,7 +12,8 @@ run has to emit plain decoding's tokens, else the exit code is 1. The parts, des
     never_loses  batch sizes x {high, low, adversarial} acceptance: the adaptive length against plain
                  decoding and against the best fixed length of the cell (`bench_never_loses.py`)
     makespan     whole rollout steps of natural length after 20 steps of GRPO, which are trained first
-                 and kept in --out; one row at a time beside it (`bench_makespan.py`)
+                 and kept in --out (`bench_makespan.py`); one row at a time beside it, by history, MTP
+                 head and both (`bench_alone.py`)
     lossless     quantised weights drafting for full precision (`bench_lossless.py`)
     history      the history proposer alone, in a process of its own (`bench_history.py`)
     mtp          a head trained on recorded rollouts, in a process of its own (`bench_mtp.py`)
@@ -28,6 +29,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +42,12 @@ for _name, _value in thread_environment(len(os.sched_getaffinity(0))).items():
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from actors.engine_spec import EngineSpec, make_policy
+from actors.engine_spec import EngineSpec
 from recipes.passport import machine, project_state, versions
 from recipes.smollm2 import model_folder
+from recipes.train_mtp import MtpOptions
 from rollout.checkpoint import read_tokenizer
-from scripts import bench_lossless, bench_makespan, bench_never_loses
+from scripts import bench_alone, bench_lossless, bench_makespan, bench_never_loses, bench_trained
 from scripts.bench_engine import make_prompts, make_tell
 from scripts.bench_exact import Inexact
 from scripts.bench_kept import Kept
@@ -57,10 +60,16 @@ RECIPE = SCRIPTS.parent / "recipes" / "quickstart.yaml"
 EARLIER = 8
 LOSSLESS_BATCHES = (1, 2, 4)
 MAKESPAN_CONTEXT = 384
+HEAD, QUICK_HEAD = MtpOptions(minutes=10, max_steps=100), MtpOptions(minutes=10, max_steps=2)
+"""How a head is trained for rows alone."""
+FIRST_ALONE, NUM_ALONE = 1000, 2
+"""Samples of each prompt that a row decodes alone, behind all that whole steps draw."""
 QUICK_HISTORY = ("--prompts", "3", "--held-out", "1", "--samples", "64", "--length", "64")
 QUICK_MTP = ("--parts", "recorded", "--steps", "2")
 """Of `bench_history.py` and `bench_mtp.py`, for a trial."""
-HISTORY_KEYS = ("vs_arctic_t1", "vs_arctic_t07", "propose_us", "observe_us", "bytes_per_token")
+HISTORY_KEYS = (
+    "vs_arctic_t1", "vs_arctic_t07", "time_vs_arctic", "propose_us", "observe_us", "bytes_per_token",
+)  # fmt: skip
 MTP_KEYS = ("rate_depth1", "train_minutes", "online_gain_points")
 NO_ARCTIC = "arctic-inference is not installed, so nothing was compared with it"
 
@@ -84,16 +93,20 @@ def never_loses(arguments: argparse.Namespace, kept: Kept, tell: Tell) -> list[d
 
 
 def makespan(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
-    weights = bench_makespan.trained_weights(_trained_run(arguments, tell))
+    """Whole steps, and then rows alone, which a head drafts for too."""
+    trained = bench_trained.Trained.of(_trained_run(arguments, tell), arguments.quant, tell)
     spec = EngineSpec(
-        str(model_folder("smollm2")),
+        str(trained.folder),
         mode=_mode(arguments),
         format=arguments.quant,
         context_len=MAKESPAN_CONTEXT,
     )
-    return bench_makespan.measure(
-        make_policy(spec), spec, weights, arguments.repeats, tell
-    ).to_json()
+    steps = bench_makespan.measure(LoadedPolicy.make(spec), trained, arguments.repeats, tell)
+    head, report = trained.head(QUICK_HEAD if arguments.quick else HEAD, tell)
+    with_head = replace(spec, num_slots=1, proposer="mtp", mtp_head=str(head))
+    new = trained.requests(FIRST_ALONE, 1 if arguments.quick else NUM_ALONE)
+    alone = bench_alone.measure(LoadedPolicy.make(with_head), trained.earlier, new, tell)
+    return {**steps.to_json(), **bench_alone.to_json(alone), "head": report}
 
 
 def lossless(arguments: argparse.Namespace, tell: Tell) -> list[dict[str, Any]]:
@@ -121,9 +134,10 @@ def history(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
 
 def mtp(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
     tell("an MTP head, in a process of its own")
+    kept = ("--out", str(arguments.out / "mtp"))
     if arguments.quick:
-        return _run_script("bench_mtp.py", QUICK_MTP)
-    return _run_script("bench_mtp.py", ("--run", str(_trained_run(arguments, tell))))
+        return _run_script("bench_mtp.py", (*QUICK_MTP, *kept))
+    return _run_script("bench_mtp.py", ("--run", str(_trained_run(arguments, tell)), *kept))
 
 
 def whole(measure: Callable[[argparse.Namespace, Tell], Any], name: str) -> "Part":
@@ -162,7 +176,7 @@ def _context_len(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]
 
 def _trained_run(arguments: argparse.Namespace, tell: Tell) -> Path:
     tell("training the quickstart's policy for 20 steps, unless --out has it")
-    return bench_makespan.trained_run(arguments.out / "makespan", RECIPE)
+    return bench_trained.trained_run(arguments.out / "makespan", RECIPE)
 
 
 def _run_script(name: str, words: Sequence[str]) -> dict[str, Any]:
@@ -182,7 +196,7 @@ def to_json(results: dict[str, Any]) -> dict[str, Any]:
         told["never_loses"] = bench_never_loses.summary(cells)
     if step := results.get("makespan"):
         told["makespan_speedup"] = step["speedup"]
-        told["tokens_per_target_step_b1"] = step["tokens_per_target_step_b1"]
+        told |= {key: step[key] for key in bench_alone.KEYS}
         told["makespan"] = step
     if cells := results.get("lossless"):
         told["lossless"] = bench_lossless.summary(cells)
@@ -195,6 +209,7 @@ def text(results: dict[str, Any]) -> str:
     for part, told_by in (
         ("never_loses", bench_never_loses.text),
         ("makespan", bench_makespan.text),
+        ("makespan", bench_alone.text),
         ("lossless", bench_lossless.text),
     ):
         if part in results:

@@ -1,6 +1,7 @@
 """What the proposers' benchmark counts, keeps and tells; it is not run here."""
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 from actors.engine_spec import EngineSpec, history_salt
 from recipes.recorded_rollouts import Recording, Rollout
-from rollout.mtp_weights import save_mtp
+from recipes.train_mtp import MtpOptions
+from rollout.checkpoint import read_config
+from rollout.mtp_weights import load_mtp, save_mtp
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters, Timings
 from rollout.sampling import SamplingParams
 from scripts import (
@@ -18,6 +21,7 @@ from scripts import (
     bench_lossless,
     bench_makespan,
     bench_never_loses,
+    bench_trained,
 )
 from scripts.bench_exact import Inexact
 from scripts.bench_kept import Kept
@@ -230,6 +234,21 @@ def test_every_way_alone_decodes_every_request(tiny_llama: Path, tmp_path: Path)
     assert {run.num_tokens for run in runs.values()} == {2 * 8} and len(asked) == 2
     assert len(runs["mtp 2"].counters.reached) == 2  # depths
     assert not runs["plain"].counters.drafted and runs["mixture 4"].counters.drafted
+
+
+def test_a_head_is_trained_once_for_its_policy(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "policy"
+    shutil.copytree(tiny_llama, folder)
+    of_prompt = tuple(Rollout((8, 9, 10 + i), (-1.0,) * 3) for i in range(3))
+    earlier = Recording(((5, 6, 7),), (of_prompt,), 1.0, "int8_w8a16")
+    trained = Trained(folder, earlier, SamplingParams(max_new_tokens=8))
+    options = MtpOptions(max_steps=1)
+    path, report = trained.head(options, lambda _: None)
+    assert load_mtp(path, read_config(folder), history_salt(folder)) and report["steps"] == 1
+    monkeypatch.delattr(bench_trained, "train_mtp")
+    assert trained.head(options, lambda _: None) == (path, report)
 
 
 def test_lossless_tells_the_better_format_of_each_batch_and_the_worst_mismatch() -> None:
