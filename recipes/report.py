@@ -642,10 +642,11 @@ def _verdict(kind: str, plain: Row, speculative: Row) -> str:
 
 
 def _ranges_overlap(one: Row, other: Row) -> bool | None:
-    """Whether the measured speeds of two rows overlap; None when a spread is missing."""
+    """Whether the measured speeds of two rows overlap; None when a spread is missing, as it is of a
+    single measurement."""
     lows = [_number(row.get("tokens_per_s_min")) for row in (one, other)]
     highs = [_number(row.get("tokens_per_s_max")) for row in (one, other)]
-    if None in lows or None in highs:
+    if None in lows or None in highs or lows == highs:
         return None
     return max(low for low in lows if low is not None) <= min(h for h in highs if h is not None)
 

@@ -256,6 +256,11 @@ def test_the_ladder_says_who_won(
     assert sentence.startswith("Quantised: ") and words in sentence
 
 
+def test_single_measurements_have_no_spread() -> None:
+    ladder = [ladder_row("plain quantised", 30, 0.0), ladder_row("speculative quantised", 60, 0.0)]
+    assert "no spread recorded" in ladder_verdicts(ladder)[0]
+
+
 def test_a_ladder_without_counterparts_or_speeds_claims_nothing() -> None:
     assert ladder_verdicts([ladder_row("speculative quantised", 5)]) == []
     speedless: list[Row] = [{"name": "plain x"}, {"name": "speculative x", "tokens_per_s": 5.0}]
