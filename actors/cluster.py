@@ -110,9 +110,9 @@ class RolloutCluster:
         *,
         draft: Mapping[str, torch.Tensor] | None = None,
     ) -> Publication:
-        """Packs named weights and puts them in force on every actor, with the MTP head `draft` where
-        one drafts (None: the last one again). Raises InvalidWeights and leaves the old version
-        whole."""
+        """Packs named weights and puts them in force on every actor, with those that draft, `draft`:
+        an MTP head or vLLM's draft model (None: the last ones again). Raises InvalidWeights and
+        leaves the old version whole."""
         started = time.time()
         named = list(weights)
         update = self._publisher.pack(version, named, draft)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.calibration import calibration_ids
 from actors.vllm.layout import pack_for_vllm
-from actors.vllm.support import check_spec, check_version, installed_version
+from actors.vllm.support import VLLM_DRAFTERS, check_spec, check_version, installed_version
 from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
 from proposers.history_law import Draw
@@ -56,6 +56,8 @@ ProposerName = Literal[
     "mtp",
     "mixture",
     "vllm_draft_model",
+    "vllm_eagle",
+    "vllm_eagle3",
 ]
 KernelsName = Literal["auto", "compiled", "torch"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -76,7 +78,7 @@ class EngineSpec:
     off); see `rollout.smoothing`."""
     proposer: ProposerName = "history"
     draft_model: str | None = None
-    """Model folder of `draft_model`."""
+    """Model folder of `draft_model` and vLLM's own; for an EAGLE head the head's."""
     mtp_head: str | None = None
     """File of the head that `mtp` and `mixture` draft with at first; its draft vocabulary stays."""
     draft_len: int | None = None
@@ -106,6 +108,9 @@ class EngineSpec:
     engine: EngineName = "native"
     """Who schedules and computes; law, verification and proposers are the same, but for vllm_stock,
     which is vLLM as it is and there to be audited."""
+    tensor_parallel: int = 1
+    """Workers of engine=vllm that the model is split over, processes of one machine; on GPUs each has
+    its own, on a CPU its share of the threads."""
 
     def __post_init__(self) -> None:
         if self.engine != "native":
@@ -115,6 +120,13 @@ class EngineSpec:
             raise InvalidConfig(
                 f"max_cached_tokens={cap}: expected at least context_len={self.context_len}, "
                 "so that one row always fits"
+            )
+        if self.tensor_parallel < 1:
+            raise InvalidConfig(f"tensor_parallel={self.tensor_parallel}: expected at least 1")
+        if self.tensor_parallel > 1 and self.engine != "vllm":
+            raise InvalidConfig(
+                f"tensor_parallel={self.tensor_parallel} with engine={self.engine}: only engine=vllm "
+                "splits a model over workers; set that, or tensor_parallel=1"
             )
         if not 0 <= self.smoothing <= 1:
             raise InvalidConfig(f"smoothing={self.smoothing}: expected a number from 0 to 1")
@@ -134,14 +146,15 @@ class EngineSpec:
                 f"proposer=self_draft with mode={self.mode}: there are no second weights to draft "
                 "with; set mode=lossless"
             )
-        if self.proposer in ("draft_model", "vllm_draft_model") and self.draft_model is None:
+        if self.proposer in ("draft_model", *VLLM_DRAFTERS) and self.draft_model is None:
             raise InvalidConfig(
                 f"proposer={self.proposer} without draft_model: name its model folder"
             )
-        if self.proposer == "vllm_draft_model" and self.engine == "native":
+        if self.proposer in VLLM_DRAFTERS and self.engine == "native":
+            instead = "proposer=draft_model" if "model" in self.proposer else "engine=vllm"
             raise InvalidConfig(
-                f"proposer=vllm_draft_model with engine={self.engine}: it is vLLM that drafts; set "
-                "proposer=draft_model"
+                f"proposer={self.proposer} with engine={self.engine}: it is vLLM that drafts; set "
+                f"{instead}"
             )
         if self.has_head and self.mtp_head is None:
             raise InvalidConfig(
@@ -158,6 +171,11 @@ class EngineSpec:
     def target_format(self) -> FormatName:
         """Of the weights that verify."""
         return "none" if self.mode == "lossless" else self.format
+
+    @property
+    def num_gpus(self) -> int:
+        """That an actor is given: one for each worker that its model is split over."""
+        return 0 if self.device == "cpu" else self.tensor_parallel
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -223,6 +241,7 @@ def _draft_model(spec: EngineSpec) -> DraftModelProposer:
     draft_spec = replace(
         spec,
         engine="native",
+        tensor_parallel=1,
         model_folder=spec.draft_model,
         mode="quantised",
         format="int8_w8a16" if spec.device == "cpu" else "none",

@@ -50,8 +50,8 @@ class Member:
         cores = config.cpus_per_actor
         handle = RemoteRolloutActor.options(
             num_cpus=cores,
-            num_gpus=int(config.engine.device != "cpu"),
-            runtime_env={"env_vars": thread_environment(cores)},
+            num_gpus=config.engine.num_gpus,
+            runtime_env={"env_vars": thread_environment(cores, spin=config.threads_spin)},
         ).remote(name, config.engine, cores, probe_ids)
         return Member(name, handle)
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from actors.engine_spec import EngineSpec, pack_weights, read_mtp
+from actors.vllm.layout import pack_draft
 from quant.formats import FORMATS
 from rollout.checkpoint import read_config
 from rollout.errors import InvalidWeights
@@ -74,7 +75,7 @@ class WeightPublisher:
             dtype=torch.float32,
         )
         self._probe = DriftProbe(self._full, probe_ids)
-        self._head = read_mtp(spec) if spec.has_head else {}
+        self._draft = read_mtp(spec) if spec.has_head else {}
 
     def pack(
         self,
@@ -82,17 +83,22 @@ class WeightPublisher:
         named: Iterable[tuple[str, torch.Tensor]],
         draft: Mapping[str, torch.Tensor] | None = None,
     ) -> WeightUpdate:
-        """`draft`: the MTP head as it is now; None sends the last one again. Raises InvalidWeights for
-        an incomplete or non-finite set, and for a head where none drafts."""
+        """`draft`: the MTP head as it is now, or the weights of vLLM's draft model; None sends the
+        last ones again. Raises InvalidWeights for an incomplete or non-finite set, and for a head
+        where none drafts."""
         if draft is not None:
-            self._head = self._checked_head(draft)
+            self._draft = self._packed_draft(draft)
         cpu = [(name, tensor.detach().cpu()) for name, tensor in named]
         packed = pack_weights(self._spec, cpu)
-        arrays, dtypes = to_arrays(packed | self._head)
-        return WeightUpdate(version, digest(packed | self._head), arrays, dtypes)
+        arrays, dtypes = to_arrays(packed | self._draft)
+        return WeightUpdate(version, digest(packed | self._draft), arrays, dtypes)
 
-    def _checked_head(self, draft: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if not self._spec.has_head:
+    def _packed_draft(self, draft: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        spec = self._spec
+        if spec.proposer == "vllm_draft_model" and spec.draft_model is not None:
+            cpu = [(name, tensor.detach().cpu()) for name, tensor in draft.items()]
+            return pack_draft(cpu, Path(spec.draft_model), spec.torch_dtype)
+        if not spec.has_head:
             raise InvalidWeights(
                 f"an MTP head for proposer={self._spec.proposer}, which does not draft with one"
             )

@@ -5,6 +5,7 @@ that. An unknown key is refused with the nearest known one, a contradiction with
 """
 
 import difflib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from actors.config import ClusterConfig
 from actors.engine_spec import DTYPES, EngineSpec, ProposerName
+from actors.vllm.support import VLLM_DRAFTERS, check_proposer
+from quant.formats import FormatName
 from rollout.errors import InvalidConfig, InvalidRequest
 from rollout.sampling import SamplingParams
 from rollout.scheduler import MAX_ROUND_TOKENS
@@ -58,7 +61,7 @@ class ModelConfig:
         "torch",
     )
     device: str = option(
-        "cpu", "Where the actors compute: cpu, or cuda with a GPU an actor.", "cpu", "cuda"
+        "cpu", "Where the actors compute: cpu, or cuda with a GPU a worker.", "cpu", "cuda"
     )
 
 
@@ -85,8 +88,8 @@ class DraftConfig:
     )
     model: str | None = option(
         None,
-        "Model folder of proposer=draft_model: a smaller checkpoint with the policy's tokenizer. Its "
-        "weights stay as they are.",
+        "Model folder of proposer=draft_model or vllm_draft_model: a smaller checkpoint with the "
+        "policy's tokenizer; of vllm_eagle and vllm_eagle3 the head's. Its weights stay as they are.",
     )
     tree_nodes: int = option(
         0, "Size of draft trees that compete with chains, tokens; 0 is chains only."
@@ -116,7 +119,7 @@ class MtpConfig:
     online: bool = option(
         True, "Train the head along with the policy, a step for each of the learner's."
     )
-    learning_rate: float = option(3e-4, "AdamW step size of the online training.")
+    learning_rate: float = option(6e-4, "AdamW step size of the online training.")
     depths: int = option(3, "How many tokens ahead the online training teaches.")
 
 
@@ -131,6 +134,11 @@ class ActorsConfig:
         "model's folder; null starts one here.",
     )
     cpus: int = option(1, "Cores an actor is given; also its thread count.")
+    tensor_parallel: int = option(
+        1,
+        "Workers that an actor's model is split over with engine=vllm, on one machine: each takes a "
+        "GPU where model.device is cuda, else its share of actors.cpus.",
+    )
     slots: int = option(32, "Rows an actor generates at the same time.")
     max_cached_tokens: int | None = option(
         None,
@@ -230,9 +238,11 @@ class RunConfig:
         "lossless",
     )
     quant: str = option(
-        "int8_w8a16",
+        "auto",
         "Weight format of mode=quantised, and of the drafts of mode=lossless: INT8 with bf16 "
-        "activations, or with INT8 activations.",
+        "activations, or with INT8 activations. auto is none in mode=full, int8_w8a8 with "
+        "engine=vllm, which runs no other, else int8_w8a16.",
+        "auto",
         "int8_w8a16",
         "int8_w8a8",
         "none",
@@ -247,7 +257,7 @@ class RunConfig:
         "Where drafts come from: nowhere, the row itself, this run's rollouts of the prompt (their "
         "most probable continuation, or one drawn from what followed), a smaller model, the "
         "policy's own quantised weights, its MTP head, head and rollouts together, vLLM's own draft "
-        "model. auto is self_draft in mode=lossless, else history.",
+        "model or EAGLE head. auto is self_draft in mode=lossless, else history.",
         "auto",
         "none",
         "ngram",
@@ -257,7 +267,7 @@ class RunConfig:
         "self_draft",
         "mtp",
         "mixture",
-        "vllm_draft_model",
+        *VLLM_DRAFTERS,
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -294,6 +304,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
+FOLDER_PROPOSERS = ("draft_model", *VLLM_DRAFTERS)
+"""Those that draft with the weights of draft.model."""
 HEAD_PROPOSERS = ("mtp", "mixture")
 """Those that draft with an MTP head."""
 OWN_HEAD = "mtp.safetensors"
@@ -365,6 +377,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[str]:
 
 def check_config(config: RunConfig) -> None:
     """Raises InvalidConfig for a value out of range or options that contradict each other."""
+    check_proposer(config.proposer)
     for name, value, _, choices in _current_options(config):
         if choices and value not in choices:
             raise InvalidConfig(f"{name}={value}: expected one of {', '.join(choices)}")
@@ -373,6 +386,7 @@ def check_config(config: RunConfig) -> None:
         "checkpoint_every": config.checkpoint_every,
         "actors.num": config.actors.num,
         "actors.cpus": config.actors.cpus,
+        "actors.tensor_parallel": config.actors.tensor_parallel,
         "actors.slots": config.actors.slots,
         "learner.groups_per_step": config.learner.groups_per_step,
         "learner.group_size": config.learner.group_size,
@@ -390,7 +404,7 @@ def check_config(config: RunConfig) -> None:
         raise InvalidConfig(
             "mode=quantised with quant=none: nothing is quantised; set mode=full or name a format"
         )
-    if config.mode == "full" and config.quant != "none":
+    if config.mode == "full" and format_name(config) != "none":
         raise InvalidConfig(
             f"mode=full with quant={config.quant}: full precision would be sampled and the format "
             "not used; set quant=none or mode=quantised"
@@ -431,6 +445,15 @@ def begin_head(config: RunConfig, path: Path) -> RunConfig | None:
     return replace(config, mtp=replace(config.mtp, path=str(path)))
 
 
+def format_name(config: RunConfig) -> FormatName:
+    """The weight format by its own name."""
+    if config.quant != "auto":
+        return config.quant  # type: ignore[return-value]  # checked against its choices
+    if config.mode == "full":
+        return "none"
+    return "int8_w8a8" if config.engine == "vllm" else "int8_w8a16"
+
+
 def proposer_name(config: RunConfig) -> ProposerName:
     """The proposer by its own name."""
     if config.proposer == "auto":
@@ -457,12 +480,12 @@ def _check_drafting(config: RunConfig) -> None:
             f"proposer=self_draft with mode={config.mode}: there are no second weights to draft "
             "with; set mode=lossless"
         )
-    if proposer in ("draft_model", "vllm_draft_model") and draft.model is None:
+    if proposer in FOLDER_PROPOSERS and draft.model is None:
         raise InvalidConfig(
             f"proposer={proposer} without draft.model: name the folder of a smaller checkpoint with "
             "the policy's tokenizer"
         )
-    if draft.model is not None and proposer not in ("draft_model", "vllm_draft_model"):
+    if draft.model is not None and proposer not in FOLDER_PROPOSERS:
         raise InvalidConfig(
             f"draft.model={draft.model} with proposer={proposer}: it would not be used; set "
             "proposer=draft_model or drop draft.model"
@@ -528,7 +551,7 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
     return EngineSpec(
         model_folder=str(model_folder),
         mode=config.mode,  # type: ignore[arg-type]  # checked against its choices
-        format=config.quant,  # type: ignore[arg-type]
+        format=format_name(config),
         smoothing=config.smoothing,
         proposer=proposer_name(config),
         draft_model=draft_model and str(Path(draft_model).expanduser().resolve()),
@@ -546,7 +569,15 @@ def engine_spec(config: RunConfig, model_folder: Path) -> EngineSpec:
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
         device=config.model.device,
         engine=config.engine,  # type: ignore[arg-type]
+        tensor_parallel=actors.tensor_parallel,
     )
+
+
+def _own_cores(config: RunConfig) -> bool:
+    """This machine, if the actors are here, has a core for every thread of actors and learner."""
+    actors = config.actors
+    threads = actors.num * actors.cpus + config.learner.threads
+    return actors.address is None and threads <= len(os.sched_getaffinity(0))
 
 
 def cluster_config(
@@ -558,6 +589,7 @@ def cluster_config(
         engine=engine_spec(config, model_folder),
         num_actors=actors.num,
         cpus_per_actor=actors.cpus,
+        own_cores=_own_cores(config),
         groups_per_step=config.learner.groups_per_step,
         max_staleness=actors.max_staleness,
         allow_short_groups=actors.allow_short_groups,

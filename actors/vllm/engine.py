@@ -1,10 +1,12 @@
 """vLLM behind the engine protocol: it schedules, computes and caches; rows are ours.
 
 The engine core lives in this process and is stepped from here, so a weight update falls between two
-steps by construction. Requests wait here and are handed over as slots are free; what they generate is
-kept by the rows of the worker (`actors.vllm.rounds`), so an abort or an update loses nothing. At an
-update every request in flight is taken out of vLLM, the weights are swapped, all cached keys and values
-dropped, and the requests go on, their tokens so far being their prompt.
+steps by construction. Its one worker does too; with `tensor_parallel` there are several, processes of
+this machine that the model is split over (`actors.vllm.executor`), and the first one has the rows.
+Requests wait here and are handed over as slots are free; what they generate is kept by the rows of the
+worker (`actors.vllm.rounds`), so an abort or an update loses nothing. At an update every request in
+flight is taken out of vLLM, the weights are swapped, all cached keys and values dropped, and the
+requests go on, their tokens so far being their prompt.
 
 Stepping here costs what a second process would hide: the scheduler's work is serial with the forward.
 Asynchronous scheduling is off: drafts are made from the tokens of the step before.
@@ -23,14 +25,16 @@ from vllm.sampling_params import RequestOutputKind
 
 from actors.engine_spec import EngineSpec, make_compile_grammar, make_decode
 from actors.vllm.launch import launch, retire
-from actors.vllm.layout import check_update, layout
+from actors.vllm.layout import check_update, layout, split_update
 from actors.vllm.shared_update import StagedUpdate, write_update
 from actors.vllm.support import installed_version
 from actors.vllm.verifier import TICKET
 from actors.vllm.weight_transfer import check_staged, probe_logprobs, swap_weights
+from actors.vllm.worker import Refused
 from rollout.admission import check_request
 from rollout.checkpoint import read_config
 from rollout.engine import EngineLimits, InFlight
+from rollout.errors import InvalidWeights, RolloutError
 from rollout.proposer import Remembering
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 
@@ -40,10 +44,12 @@ class StagedWeights:
     """An update that every worker has read and found good."""
 
     staged: StagedUpdate
+    draft: StagedUpdate | None
+    """Of vLLM's draft model, where its weights came along."""
     version_of_vllm: str
 
     def bytes(self) -> int:
-        return self.staged.num_bytes
+        return self.staged.num_bytes + (0 if self.draft is None else self.draft.num_bytes)
 
     def kernels(self) -> dict[str, str]:
         """Who computes what."""
@@ -86,7 +92,11 @@ class VllmEngine:
         )
         self._spec, self._num_slots = spec, spec.num_slots
         self._core = launch(spec)
-        self._ask("rollout_install", spec, self._limits)
+        try:
+            self._ask_all("rollout_install", spec, self._limits)
+        except RolloutError:
+            retire(self._core)
+            raise
         self._layout = layout(config, spec.target_format, spec.torch_dtype)
         self.version: int | None = None
         self._tickets = itertools.count()
@@ -96,8 +106,20 @@ class VllmEngine:
         self._due: _Load | None = None
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """The first worker's answer; all are asked."""
-        return self._core.collective_rpc(method, args=arguments)[0]
+        """The answer of the worker that has the rows. Raises its RolloutError."""
+        return self._answers(method, arguments, everywhere=False)[0]
+
+    def _ask_all(self, method: str, *arguments: Any) -> None:
+        """Raises the first RolloutError of any worker."""
+        self._answers(method, arguments, everywhere=True)
+
+    def _answers(self, method: str, arguments: tuple[Any, ...], *, everywhere: bool) -> list[Any]:
+        asked = method, arguments, everywhere
+        answers: list[Any] = self._core.collective_rpc("rollout_ask", args=asked)
+        for answer in answers:
+            if isinstance(answer, Refused):
+                raise answer.error
+        return answers
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -179,10 +201,18 @@ class VllmEngine:
 
     def prepare(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
         """The update in shared memory, read and checked by every worker. Raises InvalidWeights."""
-        check_update(weights, self._layout)
+        own, draft = split_update(weights)
+        check_update(own, self._layout)
+        if draft and self._spec.proposer != "vllm_draft_model":
+            raise InvalidWeights(f"weights of a draft model for proposer={self._spec.proposer}")
+        staged = self._stage(own)
+        staged_draft = self._stage(draft, draft=True) if draft else None
+        return StagedWeights(staged, staged_draft, installed_version())
+
+    def _stage(self, weights: Mapping[str, torch.Tensor], *, draft: bool = False) -> StagedUpdate:
         staged = write_update(weights)
-        check_staged(self._core, staged)
-        return StagedWeights(staged, installed_version())
+        check_staged(self._core, staged, draft=draft)
+        return staged
 
     def load(
         self, prepared: StagedWeights, *, version: int, digest: str, in_flight: InFlight
@@ -201,6 +231,8 @@ class VllmEngine:
         flights = list(self._flying.values())
         self._recall(flights)
         swap_weights(self._core, due.weights.staged, str(due.version))
+        if due.weights.draft is not None:
+            swap_weights(self._core, due.weights.draft, "", draft=True)
         self._ask("rollout_publish", due.version, due.digest)
         self.version, self._due = due.version, None
         if due.in_flight == "abort":
@@ -239,7 +271,8 @@ class VllmEngine:
 
     def close(self) -> None:
         """Gives the model's and the cache's memory back; nothing may be asked of it afterwards."""
-        self._ask("rollout_release")
+        if self._spec.tensor_parallel == 1:
+            self._ask("rollout_release")
         retire(self._core)
 
     # ---- results --------------------------------------------------------------------------
@@ -264,7 +297,7 @@ class VllmEngine:
 
 
 class _Memory:
-    """What the workers' proposers remember: the first worker's, told to all."""
+    """What the proposer remembers, in the worker that has the rows."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine

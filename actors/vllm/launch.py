@@ -1,21 +1,24 @@
-"""vLLM's engine with our plug-in, in this process."""
+"""vLLM's engine with our plug-in, in this process, and its worker too unless there are several."""
 
 import gc
 import hashlib
+import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import EngineArgs
 from vllm.config import WeightTransferConfig
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from actors.engine_spec import EngineSpec
+from actors.vllm.executor import RankExecutor
 from actors.vllm.layout import w8a8_folder
 from actors.vllm.patches import apply_patches
-from actors.vllm.support import check_version, installed_version
+from actors.vllm.support import VLLM_DRAFTERS, check_version, installed_version
 from actors.vllm.weight_transfer import BACKEND, register
 from rollout.checkpoint import read_config
 from rollout.errors import InvalidConfig
@@ -23,13 +26,15 @@ from rollout.errors import InvalidConfig
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core is stepped here
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the seams are those of the V1 runner
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the process has its cores already
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # each layer keeps those of 32 numbers of tokens anyway
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about parts that are replaced here
 }
-"""Set before vLLM looks at it; what is set already stays, but for the first two."""
+"""Set before vLLM looks at it; what is set already stays, but for the first three."""
 CACHE_SIZE = "VLLM_CPU_KVCACHE_SPACE"
-NEEDED = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER")
+NEEDED = tuple(ENVIRONMENT)[:3]
 _RUNNING: list[LLMEngine] = []
 _RETIRED: list[LLMEngine] = []
 """Engines of this process: in use, and not."""
@@ -61,10 +66,14 @@ def start(arguments: EngineArgs) -> LLMEngine:
 
 
 def retire(core: LLMEngine) -> None:
-    """Ends an engine, once no other runs: ending one takes the process groups of all along. Its parts
-    are taken from it, since vLLM hides them from the collector."""
+    """Ends an engine: its workers at once where they are processes, what is in this one once no other
+    runs, since that takes the process groups of all along. Its parts are taken from it, since vLLM
+    hides them from the collector."""
     _RUNNING.remove(core)
     _RETIRED.append(core)
+    executor = core.engine_core.engine_core.model_executor
+    if isinstance(executor, RankExecutor):
+        executor.shutdown()
     if _RUNNING:
         return
     while _RETIRED:
@@ -90,7 +99,8 @@ def engine_args(spec: EngineSpec) -> EngineArgs:
         raise InvalidConfig(
             f"engine=vllm with context_len={spec.context_len}: the model has {longest} positions"
         )
-    on_cpu = spec.device == "cpu"
+    on_cpu, num_workers = spec.device == "cpu", spec.tensor_parallel
+    _check_workers(spec)
     block = CPU_BLOCK if on_cpu else GPU_BLOCK
     return EngineArgs(
         model=str(start_folder(spec)),
@@ -108,6 +118,8 @@ def engine_args(spec: EngineSpec) -> EngineArgs:
         kv_cache_memory_bytes=cache_bytes(spec, block) if on_cpu else None,
         enable_prefix_caching=True,
         async_scheduling=False,
+        tensor_parallel_size=num_workers,
+        distributed_executor_backend=RankExecutor if num_workers > 1 else None,
         disable_log_stats=True,
         worker_extension_cls="actors.vllm.worker.RolloutWorker",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
@@ -115,13 +127,30 @@ def engine_args(spec: EngineSpec) -> EngineArgs:
     )
 
 
+def _check_workers(spec: EngineSpec) -> None:
+    """Raises InvalidConfig for a model that cannot be split over so many workers, or too few GPUs."""
+    config, num = read_config(Path(spec.model_folder)), spec.tensor_parallel
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % num or config.intermediate_size % num or (kv_heads % num and num % kv_heads):
+        raise InvalidConfig(
+            f"tensor_parallel={num}: the model's {heads} heads, {kv_heads} key and value heads and "
+            f"{config.intermediate_size} inner features cannot be split over so many workers"
+        )
+    if num > 1 and spec.device != "cpu" and torch.cuda.device_count() < num:
+        raise InvalidConfig(
+            f"tensor_parallel={num} with device={spec.device}: this process sees "
+            f"{torch.cuda.device_count()} GPUs, and an actor's workers are on one machine; lower "
+            "tensor_parallel, or run it where there are as many"
+        )
+
+
 def speculation(spec: EngineSpec) -> dict[str, Any] | None:
-    """Who drafts: our proposers, or vLLM's own draft model by name."""
+    """Who drafts: our proposers, or vLLM's own by name, which name the most probable tokens."""
     if spec.proposer == "none":
         return None
     length = {"num_speculative_tokens": longest_draft(spec)}
-    if spec.proposer == "vllm_draft_model":
-        return length | {"method": "draft_model", "model": spec.draft_model}
+    if spec.proposer in VLLM_DRAFTERS:
+        return length | {"method": VLLM_DRAFTERS[spec.proposer], "model": spec.draft_model}
     return length | {"method": "custom_class", "model": "actors.vllm.proposer.RowProposer"}
 
 
@@ -143,10 +172,24 @@ def start_folder(spec: EngineSpec) -> Path:
 
 
 def cache_bytes(spec: EngineSpec, block: int) -> int:
-    """Of keys and values: every slot's whole context in blocks, or the cap."""
+    """Of a worker's keys and values: every slot's whole context in blocks, or the cap."""
     config = read_config(Path(spec.model_folder))
     per_slot = -(-(spec.context_len + longest_draft(spec)) // block) * block
     tokens = spec.max_cached_tokens or spec.num_slots * per_slot
     blocks = -(-tokens // block) + 1  # vLLM keeps one for itself
     size = spec.torch_dtype.itemsize
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * size * blocks * block
+    num_heads = -(-config.num_kv_heads // spec.tensor_parallel)  # those of one worker
+    width = config.num_layers * num_heads * config.head_dim + _draft_width(spec)
+    return 2 * width * size * blocks * block
+
+
+def _draft_width(spec: EngineSpec) -> int:
+    """Numbers that vLLM's own drafter keeps of a token's keys, in one worker."""
+    if spec.proposer not in VLLM_DRAFTERS:
+        return 0
+    assert spec.draft_model is not None, "checked when the spec was made"
+    described = json.loads((Path(spec.draft_model) / "config.json").read_text())
+    num_heads = described["num_attention_heads"]
+    head_dim = described.get("head_dim") or described["hidden_size"] // num_heads
+    kv_heads = described.get("num_key_value_heads") or num_heads
+    return int(described["num_hidden_layers"] * -(-kv_heads // spec.tensor_parallel) * head_dim)

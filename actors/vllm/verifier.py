@@ -5,9 +5,11 @@ a draft as well, and else to `runner.sampler`. Both are replaced, so that every 
 `actors.vllm.rounds`; of vLLM's own sampling parameters only the length is used. The kernel that expands
 parameters over drafted tokens, which returns garbage where Triton is absent, is never called.
 
-Log-probabilities are kept by the rows and not returned through vLLM.
+Log-probabilities are kept by the rows and not returned through vLLM. Where a model is split over
+workers the rows are one's (`actors.vllm.ranks`), and `rounds` is None for the others.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,32 +17,35 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
+from actors.vllm.ranks import emitted_by_all
 from actors.vllm.rounds import Rounds
 from actors.vllm.scheduled import Scheduled
 
 TICKET = "rollout_ticket"
 """Key of `SamplingParams.extra_args` by which a request is known here."""
 
+Verify = Callable[[list[Scheduled], torch.Tensor], list[list[int]]]
+
 
 class ExactSampler(Sampler):
     """A step of an engine in which nobody drafts."""
 
-    def __init__(self, runner: Any, rounds: Rounds) -> None:
+    def __init__(self, runner: Any, rounds: Rounds | None, num_ranks: int = 1) -> None:
         super().__init__(runner.model_config.logprobs_mode)
-        self._runner, self._rounds = runner, rounds
+        self._runner, self._verify = runner, verifying(rounds, num_ranks)
 
     def forward(self, logits: torch.Tensor, *_: Any, **__: Any) -> SamplerOutput:
         num = self._runner.input_batch.num_reqs
         batch = scheduled(self._runner, [()] * num, [None] * num)
-        return _output(self._rounds.verify(batch, logits), 1, logits.device)
+        return _output(self._verify(batch, logits), 1, logits.device)
 
 
 class ExactVerifier(RejectionSampler):
     """A step of an engine with a proposer; any number of requests have a draft."""
 
-    def __init__(self, runner: Any, rounds: Rounds) -> None:
+    def __init__(self, runner: Any, rounds: Rounds | None, num_ranks: int = 1) -> None:
         super().__init__(runner.sampler, runner.speculative_config, runner.device)
-        self._runner, self._rounds = runner, rounds
+        self._runner, self._verify = runner, verifying(rounds, num_ranks)
 
     def forward(
         self,
@@ -55,7 +60,19 @@ class ExactVerifier(RejectionSampler):
         probs = [None] * len(counts) if draft_probs is None else draft_probs.split(counts)
         batch = scheduled(self._runner, ids, list(probs))
         width = metadata.max_spec_len + 1
-        return _output(self._rounds.verify(batch, logits), width, logits.device)
+        return _output(self._verify(batch, logits), width, logits.device)
+
+
+def verifying(rounds: Rounds | None, num_ranks: int) -> Verify:
+    """What turns a batch and its logits into tokens: the rows, or those of the rank that leads."""
+
+    def verify(batch: list[Scheduled], logits: torch.Tensor) -> list[list[int]]:
+        assert rounds is not None, "the rank that leads has the rows"
+        return rounds.verify(batch, logits)
+
+    if num_ranks == 1:
+        return verify
+    return lambda batch, logits: emitted_by_all(lambda: verify(batch, logits))
 
 
 def scheduled(

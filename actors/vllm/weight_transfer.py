@@ -13,7 +13,7 @@ on with the old ones (`pause_generation(mode="keep", clear_cache=False)`): logit
 that is not offered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedUpdate]):
 
     init_info_cls = NoInit
     update_info_cls = SharedUpdate
-    _checked: tuple[Any, ...] | None = None
-    """The file that was found good last, and for which model."""
+    _checked: dict[str, tuple[int, int, int]]
+    """The file that was found good last, by the model that it is for."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._checked = {}
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
@@ -84,11 +88,12 @@ class SharedMemoryTransfer(WeightTransferEngine[NoInit, SharedUpdate]):
     def check(self, path: Path) -> None:
         """Reads an update for the model it is for; once, since nobody writes to the file. Raises
         InvalidWeights."""
-        if self._checked == (checked := (*_identity(path), self.model_config.model)):
+        model, identity = self.model_config.model, _identity(path)
+        if self._checked.get(model) == identity:
             return
-        config = read_config(Path(self.model_config.model))
+        config = read_config(Path(model))
         check_update(read_update(path), layout(config, self._format(), self.model_config.dtype))
-        self._checked = checked
+        self._checked[model] = identity
 
     def receive_weights(self, update_info: SharedUpdate) -> None:
         path = Path(update_info.path)
@@ -135,14 +140,19 @@ class WeightTransferWorker:
     """What a worker extension adds: updates can be tried before they are made."""
 
     weight_transfer_engine: SharedMemoryTransfer
+    _set_draft_weight_update_target: Callable[[], None]
 
-    def check_weight_update(self, path: str) -> str | None:
-        """What is wrong with an update, as text, since exceptions of other processes lose their
-        type; None if nothing."""
+    def check_weight_update(self, path: str, draft: bool = False) -> str | None:
+        """What is wrong with an update, of the target or of the draft model, as text, since exceptions
+        of other processes lose their type; None if nothing."""
         try:
+            if draft:
+                self._set_draft_weight_update_target()
             self.weight_transfer_engine.check(Path(path))
-        except InvalidWeights as error:
+        except (InvalidWeights, InvalidConfig) as error:
             return str(error)
+        finally:
+            self.weight_transfer_engine.reset_weight_update_target()
         return None
 
 
@@ -154,9 +164,9 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)
 
 
-def check_staged(engine: LLMEngine, staged: StagedUpdate) -> None:
+def check_staged(engine: LLMEngine, staged: StagedUpdate, *, draft: bool = False) -> None:
     """Lets every worker read an update. Raises InvalidWeights with what is wrong; nothing changes."""
-    answers = engine.collective_rpc("check_weight_update", args=(str(staged.path),))
+    answers = engine.collective_rpc("check_weight_update", args=(str(staged.path), draft))
     if wrong := [answer for answer in answers if answer is not None]:
         raise InvalidWeights(wrong[0])
 
@@ -166,10 +176,8 @@ def swap_weights(
 ) -> None:
     """Puts an update in force between two steps, for every row, and names it in the outputs that
     follow; `draft` sends it to the draft model of vLLM's own speculation, whose version has no name.
-    Raises InvalidWeights, and changes nothing, for an update that `check_staged` would refuse (a draft
-    model's is checked as it arrives: where workers are other processes, vLLM's error says why)."""
-    if not draft:
-        check_staged(engine, staged)
+    Raises InvalidWeights, and changes nothing, for an update that `check_staged` would refuse."""
+    check_staged(engine, staged, draft=draft)
     engine.collective_rpc("start_draft_weight_update" if draft else "start_weight_update")
     engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(staged.path)}})
     engine.collective_rpc("finish_weight_update")

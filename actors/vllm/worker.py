@@ -1,10 +1,11 @@
 """What vLLM's worker is asked by our engine, mixed into it by `worker_extension_cls`.
 
-Arguments and answers are plain objects, so that a worker may be in another process.
+Arguments and answers are plain objects, so that a worker may be in another process. Where a model is
+split over several workers, each has our law in place and the one that leads has the rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,28 @@ from actors.engine_spec import (
     make_proposer,
     num_ids,
 )
+from actors.vllm.executor import end_with_parent
 from actors.vllm.proposer import RowProposer
+from actors.vllm.ranks import leads, num_ranks
 from actors.vllm.rounds import Parts, Rounds
+from actors.vllm.support import VLLM_DRAFTERS
 from actors.vllm.verifier import ExactSampler, ExactVerifier
-from actors.vllm.weight_transfer import WeightTransferWorker
+from actors.vllm.weight_transfer import WeightTransferWorker, register
 from proposers.none import NoProposer
 from rollout.draft_len import FixedDraftLen
 from rollout.engine import EngineLimits
-from rollout.errors import InvalidConfig
+from rollout.errors import InvalidConfig, RolloutError
 from rollout.proposer import Remembering
 from rollout.request import FinishReason, RolloutRequest, RolloutSample, SpecCounters
+
+register()  # vLLM imports this in every worker's process, before it loads a model
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An error as an answer: raised in another process, or returned bare, it would lose its type."""
+
+    error: RolloutError
 
 
 class RolloutWorker(WeightTransferWorker):
@@ -40,23 +53,37 @@ class RolloutWorker(WeightTransferWorker):
     """As the spec has them."""
     rollout_rounds: Rounds
 
+    def rollout_ask(self, method: str, arguments: tuple[Any, ...], everywhere: bool) -> Any:
+        """What a method of ours answers, on every rank or on the one that leads, whose it is then:
+        None of the others."""
+        if not (everywhere or leads()):
+            return None
+        try:
+            return getattr(self, method)(*arguments)
+        except RolloutError as error:
+            return Refused(error)
+
     def rollout_install(self, spec: EngineSpec, limits: EngineLimits) -> None:
-        """Puts our law, verification and proposer in place. Raises InvalidConfig for a model runner
-        that has not the seams for it."""
+        """Puts our law and verification in place, on every rank, and the rows and our proposer on the
+        one that leads. Raises InvalidConfig for a model runner that has not the seams for it."""
         runner = self.model_runner
         if not isinstance(runner, GPUModelRunner):
             raise InvalidConfig(
                 f"engine=vllm on {type(runner).__module__}.{type(runner).__name__}: the plug-in is for "
                 "the V1 model runner; unset VLLM_USE_V2_MODEL_RUNNER"
             )
-        self.rollout_spec, self.rollout_whole = spec, _parts(spec, limits)
-        rounds = self.rollout_rounds = Rounds(self.rollout_whole)
-        runner.sampler = ExactSampler(runner, rounds)
+        if (num := num_ranks()) > 1:
+            end_with_parent()
+        rounds = None
+        if leads():
+            self.rollout_spec, self.rollout_whole = spec, _parts(spec, limits)
+            rounds = self.rollout_rounds = Rounds(self.rollout_whole)
+        runner.sampler = ExactSampler(runner, rounds, num)
         if runner.speculative_config is not None:
-            runner.rejection_sampler = ExactVerifier(runner, rounds)
+            runner.rejection_sampler = ExactVerifier(runner, rounds, num)
             # Drafts end with their row: no step has to do without one near the end of the context.
             runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens
-            if isinstance(runner.drafter, RowProposer):
+            if rounds is not None and isinstance(runner.drafter, RowProposer):
                 runner.drafter.bind(runner, rounds)
 
     def rollout_add(self, ticket: int, request: RolloutRequest) -> None:
@@ -115,7 +142,7 @@ class RolloutWorker(WeightTransferWorker):
 
 
 def _parts(spec: EngineSpec, limits: EngineLimits) -> Parts:
-    own = spec.proposer != "vllm_draft_model"
+    own = spec.proposer not in VLLM_DRAFTERS
     return Parts(
         proposer=make_proposer(spec) if own else NoProposer(),
         draft_len=make_draft_len(spec) if own else FixedDraftLen(0),

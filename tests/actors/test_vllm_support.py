@@ -1,10 +1,14 @@
 """What is refused before vLLM is started, and without vLLM."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors import member
+from actors.config import ClusterConfig
 from actors.engine_spec import EngineSpec
+from actors.threads import MOMENT
 from actors.vllm.support import check_version
 from rollout.errors import InvalidConfig
 
@@ -20,6 +24,8 @@ FULL: dict[str, Any] = {"engine": "vllm", "mode": "full", "format": "none", "pro
         ({"tree_nodes": 4}, "tree_nodes=4"),
         ({"kernels": "compiled"}, "kernels=compiled"),
         ({"proposer": "vllm_draft_model"}, "without draft_model"),
+        ({"proposer": "vllm_eagle3"}, "without draft_model"),
+        ({"proposer": "vllm_mtp"}, "no MTP layers.*proposer=vllm_eagle3"),
     ],
 )
 def test_what_vllm_cannot_serve_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
@@ -28,12 +34,24 @@ def test_what_vllm_cannot_serve_is_refused_by_name(fields: dict[str, Any], named
         EngineSpec("folder", **FULL | fields)
 
 
-def test_vllms_draft_model_is_not_the_native_engines() -> None:
-    with pytest.raises(InvalidConfig, match="it is vLLM that drafts"):
-        EngineSpec(
-            "folder",
-            **FULL | {"engine": "native", "proposer": "vllm_draft_model", "draft_model": "draft"},
-        )
+@pytest.mark.parametrize("engine", ["native", "vllm_stock"])
+def test_only_our_vllm_engine_splits_a_model(engine: Any) -> None:
+    assert EngineSpec("folder", **FULL, tensor_parallel=2).tensor_parallel == 2
+    with pytest.raises(InvalidConfig, match=f"tensor_parallel=2 with engine={engine}"):
+        EngineSpec("folder", **FULL | {"engine": engine}, tensor_parallel=2)
+    with pytest.raises(InvalidConfig, match="tensor_parallel=0: expected at least 1"):
+        EngineSpec("folder", **FULL, tensor_parallel=0)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "instead"),
+    [("vllm_draft_model", "proposer=draft_model"), ("vllm_eagle", "engine=vllm")],
+)
+def test_vllms_own_drafters_are_not_the_native_engines(proposer: str, instead: str) -> None:
+    fields = FULL | {"proposer": proposer, "draft_model": "draft"}
+    assert EngineSpec("folder", **fields).proposer == proposer
+    with pytest.raises(InvalidConfig, match=f"it is vLLM that drafts; set {instead}"):
+        EngineSpec("folder", **fields | {"engine": "native"})
 
 
 def test_a_vllm_that_was_not_tested_is_refused() -> None:
@@ -41,3 +59,41 @@ def test_a_vllm_that_was_not_tested_is_refused() -> None:
     for version in ("0.31.2", "0.33.0", "0.320.0", "1.0"):
         with pytest.raises(InvalidConfig, match=rf"vLLM {version}.*tested with 0\.32\.x"):
             check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("device", "workers", "gpus"), [("cpu", 2, 0), ("cuda", 1, 1), ("cuda", 4, 4)]
+)
+def test_an_actor_is_given_a_gpu_for_each_worker(
+    device: str, workers: int, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    class Remote:
+        def options(self, **options: Any) -> "Remote":
+            given.update(options)
+            return self
+
+        def remote(self, *_: Any) -> None: ...
+
+    monkeypatch.setattr(member, "RemoteRolloutActor", Remote())
+    spec = EngineSpec("folder", **FULL, device=device, tensor_parallel=workers)
+    member.Member.start("a", ClusterConfig(spec, cpus_per_actor=3), [])
+    assert (given["num_gpus"], given["num_cpus"]) == (gpus, 3)
+
+
+@pytest.mark.parametrize(("own_cores", "turns"), [(True, str(MOMENT)), (False, "0")])
+def test_an_actor_begins_with_threads_that_spin_if_its_cores_are_its_own(
+    own_cores: bool, turns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def options(**options: Any) -> SimpleNamespace:
+        given.update(options)
+        return SimpleNamespace(remote=lambda *_: None)
+
+    monkeypatch.setattr(member, "RemoteRolloutActor", SimpleNamespace(options=options))
+    config = ClusterConfig(EngineSpec("folder", **FULL), cpus_per_actor=3, own_cores=own_cores)
+    member.Member.start("a", config, [])
+    variables = given["runtime_env"]["env_vars"]
+    assert (variables["OMP_NUM_THREADS"], variables["GOMP_SPINCOUNT"]) == ("3", turns)

@@ -1,11 +1,13 @@
 """Options: documented, checked, refused with a way out."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from recipes.config import (
     RunConfig,
+    cluster_config,
     documented_options,
     engine_spec,
     load_config,
@@ -54,7 +56,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, nearest:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["mode=full"], "set quant=none or mode=quantised"),
+        (["mode=full", "quant=int8_w8a8"], "set quant=none or mode=quantised"),
         (["quant=none"], "nothing is quantised"),
         (["mode=lossless", "quant=none"], "name a format, or set mode=full"),
         (["mode=lossless", "proposer=ngram"], "drop proposer, or set mode=full quant=none"),
@@ -66,10 +68,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, nearest:
         (["mtp.path=head.safetensors"], "the head would not be used; set proposer=mtp or mixture"),
         (["proposer=mtp", "mtp.online=false"], r"without mtp\.path"),
         (["proposer=mtp", "mtp.depths=0"], r"mtp\.depths=0: expected at least 1"),
-        (["quant=int3"], "quant=int3: expected one of int8_w8a16, int8_w8a8, none"),
+        (["quant=int3"], "quant=int3: expected one of auto, int8_w8a16, int8_w8a8, none"),
         (["engine=tgi"], "engine=tgi: expected one of native, vllm"),
-        (["engine=vllm"], "engine=vllm with format=int8_w8a16"),
+        (["engine=vllm", "quant=int8_w8a16"], "engine=vllm with format=int8_w8a16"),
         (["engine=vllm", "quant=int8_w8a8", "model.kernels=torch"], "kernels=torch"),
+        (
+            ["proposer=vllm_mtp"],
+            "have no MTP layers for vLLM to draft with; set proposer=vllm_eagle3",
+        ),
+        (["proposer=vllm_eagle", "engine=vllm"], r"proposer=vllm_eagle without draft\.model"),
+        (["actors.tensor_parallel=2"], "tensor_parallel=2 with engine=native: only engine=vllm"),
+        (["actors.tensor_parallel=0"], "actors.tensor_parallel=0: expected at least 1"),
         (["steps=0"], "steps=0: expected at least 1"),
         (["steps=many"], "steps"),
         (["sampling.temperature=0"], "one rollout"),
@@ -127,10 +136,51 @@ def test_options_of_trees_and_verification_reach_the_engine() -> None:
     assert (spec.tree_nodes, spec.verification) == (8, "position")
 
 
+def test_a_split_model_reaches_the_engine() -> None:
+    words = ["engine=vllm", "quant=int8_w8a8", "actors.tensor_parallel=2"]
+    assert engine_spec(load_config(QUICKSTART, words), Path("m")).tensor_parallel == 2
+    assert engine_spec(load_config(QUICKSTART), Path("m")).tensor_parallel == 1
+
+
 def test_the_device_reaches_the_engine() -> None:
     assert engine_spec(load_config(None, ["name=t"]), Path("model")).device == "cpu"
     config = load_config(None, ["name=t", "model.device=cuda"])
     assert engine_spec(config, Path("model")).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "format_"),
+    [
+        ([], "int8_w8a16"),
+        (["engine=vllm"], "int8_w8a8"),
+        (["engine=vllm", "mode=full"], "none"),
+        (["mode=full"], "none"),
+        (["quant=int8_w8a8"], "int8_w8a8"),
+    ],
+)
+def test_a_format_that_nobody_names_is_one_that_the_engine_runs(
+    overrides: list[str], format_: str
+) -> None:
+    assert engine_spec(load_config(QUICKSTART, overrides), Path("model")).format == format_
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "spin"),
+    [
+        (4, ["actors.cpus=3"], True),
+        (4, ["actors.cpus=4"], False),  # the learner's is the fifth
+        (4, ["actors.cpus=2", "actors.num=2"], False),
+        (4, ["actors.cpus=2", "learner.threads=3"], False),
+        (4, ["actors.cpus=3", "actors.address=auto"], False),  # nobody knows whose those are
+        (4, ["actors.cpus=3", "engine=native"], False),
+    ],
+)
+def test_threads_spin_on_cores_of_their_own_only(
+    cores: int, overrides: list[str], spin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    config = load_config(QUICKSTART, ["engine=vllm", *overrides])
+    assert cluster_config(config, Path("model")).threads_spin is spin
 
 
 def test_lossless_alone_names_who_drafts_in_what_format_and_how_far() -> None:

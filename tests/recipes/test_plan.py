@@ -202,6 +202,9 @@ def test_without_a_bandwidth_this_machine_is_measured(capsys: pytest.CaptureFixt
 # ---- placement ----------------------------------------------------------------------------
 
 
+SPLIT = ["engine=vllm", "quant=int8_w8a8", "model.device=cuda", "actors.tensor_parallel=4"]
+
+
 def fleet(*overrides: str) -> RunConfig:
     return load_config(RECIPES / "quickstart.yaml", overrides)
 
@@ -214,6 +217,9 @@ def fleet(*overrides: str) -> RunConfig:
         (["actors.num=2", "actors.cpus=3"], Nodes(1, 0, 4, 0), "which hold 1"),
         (["actors.num=9", "model.device=cuda"], Nodes(1, 8, 96, 80e9), "which hold 8"),
         (["model.device=cuda"], Nodes(1, 8, 96, 1e9), "16.0 GB do not fit on a GPU of 1 GB"),
+        ([*SPLIT, "actors.num=3"], Nodes(1, 8, 96, 80e9), "and 4 GPUs of one node do not fit"),
+        ([*SPLIT, "actors.tensor_parallel=16"], Nodes(2, 8, 96, 80e9), "which hold 0"),
+        (SPLIT, Nodes(1, 8, 96, 4e9), "16.0 GB do not fit on 4 GPUs of 4 GB"),
     ],
 )
 def test_a_fleet_that_does_not_fit_is_told_why(
@@ -232,19 +238,26 @@ def test_a_fleet_that_does_not_fit_ends_with_1(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("name", "num_nodes", "gpus_left"), [("h100_node.yaml", 1, 4), ("h100_nodes.yaml", 2, 0)]
+    ("name", "num_nodes", "gpus_left", "params", "tokens_per_s"),
+    [("h100_node.yaml", 1, 4, 8e9, 418.75), ("h100_nodes.yaml", 2, 0, 70e9, 4 * 3.35e12 / 70e9)],
 )
-def test_the_recipes_for_gpus_are_valid_and_fit_an_8b_model(
-    name: str, num_nodes: int, gpus_left: int, capsys: pytest.CaptureFixture[str]
+def test_the_recipes_for_gpus_are_valid_and_fit_their_model(
+    name: str,
+    num_nodes: int,
+    gpus_left: int,
+    params: float,
+    tokens_per_s: float,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = RECIPES / name
     config = load_config(recipe)
     assert (config.engine, config.model.device, config.quant) == ("vllm", "cuda", "int8_w8a8")
     fleet = cluster_config(config, Path("policy"))  # what the engine refuses is refused here
-    assert fleet.engine.engine == "vllm" and fleet.num_actors == 8 * num_nodes - gpus_left
+    assert fleet.engine.engine == "vllm"
+    assert fleet.num_actors * fleet.engine.num_gpus == 8 * num_nodes - gpus_left
     assert "Not run on a GPU yet" in recipe.read_text()
-    words = [str(recipe), "--params", "8e9", "--bits", "8", "--bandwidth", "3.35e12"]
+    words = [str(recipe), "--params", f"{params:g}", "--bits", "8", "--bandwidth", "3.35e12"]
     nodes = ["--nodes", str(num_nodes), "--cpus-per-node", "96"]
     found = planned([*words, *nodes], capsys)
     assert found["placement"]["fits"]
-    assert found["rows"][0]["plain_tokens_per_s"] == pytest.approx(418.75)
+    assert found["rows"][0]["plain_tokens_per_s"] == pytest.approx(tokens_per_s)
