@@ -35,6 +35,7 @@ paged_cache         which pages of a cache belong to which slot
 policy              the protocol of a model with cache slots
 probe               a fixed batch of tokens that every published model is compared on
 proposer            the protocol of whoever drafts
+realised            whether drafting pays by the clock alone
 request             what goes into an engine and what comes out
 round_cost          what one round did and took
 row                 a sequence in flight
@@ -94,6 +95,7 @@ __all__ = [
     "policy",
     "probe",
     "proposer",
+    "realised",
     "request",
     "round_cost",
     "row",

@@ -15,6 +15,9 @@ costs more than it earns is asked for a few rows only. One that runs a model is 
 that maximise the rate with its own seconds counted in, and probed for one row now and then while that
 is 0.
 
+None of this is believed against the clock: where rounds that draft turn out slower than plain ones,
+drafting rests (`rollout.realised`).
+
 Nothing here looks at a token to decide about it: lengths are chosen before anything is drafted, and
 the price that cuts is fixed before as well, so whether a token is scored depends on those before it and
 on an estimate made before it was drawn. That is a stopping time, for which verification is exact. What
@@ -34,6 +37,7 @@ from rollout.acceptance import Acceptance, Evidence
 from rollout.asking import Asking, Probes
 from rollout.draft import Draft, PointMass
 from rollout.draft_price import DraftPrice
+from rollout.realised import Realised
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from rollout.step_cost import HOPE, StepCost
@@ -164,6 +168,7 @@ class AdaptiveDraftLen:
         self._acceptance, self._cost, self._price = Acceptance(), StepCost(), DraftPrice()
         self._asking, self._probes = Asking(), Probes(probe_every)
         self._trees = TreeYield(tree_nodes, tree_every)
+        self._realised = Realised()
         self._branching = False
         self._cut = 1.0
         """Chance at which a token is worth scoring once it is drafted, in this round."""
@@ -208,6 +213,9 @@ class AdaptiveDraftLen:
         if not rows or not self.max_len or not self._cost.known:
             return [0] * num_rows
         self._price_round(num_rows, kept)
+        if objection := self._realised.objection(num_rows):
+            self.last.why = objection
+            return [0] * num_rows
         if (
             can_branch
             and self._trees.nodes
@@ -392,6 +400,8 @@ class AdaptiveDraftLen:
     def observe(self, round_: RoundCost) -> None:
         if round_.plain_tokens and self._says_something(round_.scored_tokens):
             self._cost.add(round_.scored_tokens, round_.seconds)
+        if round_.plain_tokens and round_.trials and self._probed is None:
+            self._realised.observe(round_)
         if self.last.plain_s:
             self._note()
         if not any(trial.asked_len for trial in round_.trials):

@@ -1,0 +1,96 @@
+"""What the clock says of drafting, against any belief."""
+
+from dataclasses import replace
+
+from rollout.draft import Draft
+from rollout.draft_len import AdaptiveDraftLen
+from rollout.realised import FEW_TRIED, PLAIN_EVERY, REST, TRIED, Realised
+from rollout.round_cost import RoundCost, Trial
+from rollout.row import Row
+from tests.rollout.simulated_rounds import Machine, Tokens, plain_tokens_per_s, rows, tokens_per_s
+
+STEP_S = 0.01
+
+
+def decoded(live: list[Row], *, kept: int, accepted: int, seconds: float = STEP_S) -> RoundCost:
+    """A round whose first row had a draft."""
+    trials = [Trial(row, 0, Draft(), 0, 0, 1) for row in live]
+    trials[0] = replace(
+        trials[0], asked_len=kept, draft=Draft.of_points([1] * kept), kept_len=kept,
+        accepted_len=accepted,
+    )  # fmt: skip
+    return RoundCost(seconds, 0.0, len(live) + kept, True, tuple(trials))
+
+
+def test_a_plain_step_is_timed_among_rounds_that_draft() -> None:
+    realised, live = Realised(), rows(4)
+    for wait in (TRIED, PLAIN_EVERY, PLAIN_EVERY):
+        for _ in range(wait):
+            assert realised.objection(4) is None
+            realised.observe(decoded(live, kept=2, accepted=2))
+        assert realised.objection(4) == "to time a plain step"
+        realised.observe(decoded(live, kept=0, accepted=0))
+    assert realised.objection(4) is None
+
+
+def test_drafting_that_loses_rests_longer_each_time_and_for_that_many_rows_only() -> None:
+    realised, live = Realised(), rows(4)
+    realised.observe(decoded(live, kept=0, accepted=0))
+    for rest in (REST, 2 * REST, 4 * REST):
+        for _ in range(TRIED):
+            assert realised.objection(4) is None
+            realised.observe(decoded(live, kept=4, accepted=2, seconds=1.8 * STEP_S))
+        for _ in range(rest):
+            assert realised.objection(4) == "drafting has lost by the clock"
+            realised.observe(decoded(live, kept=0, accepted=0))
+        assert realised.objection(3) is None
+    assert realised.objection(4) is None
+
+
+def test_drafting_that_loses_far_too_much_is_not_tried_for_long() -> None:
+    realised, live = Realised(), rows(4)
+    realised.observe(decoded(live, kept=0, accepted=0))
+    for _ in range(FEW_TRIED):
+        assert realised.objection(4) is None
+        realised.observe(decoded(live, kept=4, accepted=0, seconds=2 * STEP_S))
+    assert realised.objection(4) == "drafting has lost by the clock"
+
+
+def test_drafting_that_gains_goes_on() -> None:
+    realised, live = Realised(), rows(4)
+    for _ in range(10):
+        realised.observe(decoded(live, kept=0, accepted=0))
+        for _ in range(PLAIN_EVERY - 1):
+            realised.observe(decoded(live, kept=4, accepted=3, seconds=1.5 * STEP_S))
+            assert realised.objection(4) is None
+
+
+def test_a_machine_that_stood_still_is_not_held_against_drafting() -> None:
+    realised, live = Realised(), rows(4)
+    realised.observe(decoded(live, kept=0, accepted=0))
+    for round_ in range(PLAIN_EVERY - 1):
+        stalled = 100.0 if round_ == 40 else 1.0
+        realised.observe(decoded(live, kept=4, accepted=3, seconds=stalled * 1.4 * STEP_S))
+        assert realised.objection(4) is None
+
+
+def test_a_belief_that_nothing_puts_right_ends_by_the_clock() -> None:
+    """Every token is taken for worth its price, whatever rounds take and emit."""
+    on, offered = Machine(lambda tokens: 0.004 + 0.002 * max(0.0, tokens - 4)), Tokens([0.6])
+
+    class Stubborn(AdaptiveDraftLen):
+        def _price_round(self, num_rows: int, kept: int) -> None:
+            super()._price_round(num_rows, kept)
+            self._cut, self._cuts = 0.0, []
+
+        def _offers(self, num_rows: int) -> list[int]:
+            return [self.max_len] * num_rows
+
+    def versus_plain(chooser: AdaptiveDraftLen) -> float:
+        rate = tokens_per_s(chooser, on, offered, 4, num_rounds=1500, settling=500)
+        return rate / plain_tokens_per_s(on, 4)
+
+    deaf = Stubborn(8)
+    deaf._realised.objection = lambda _: None  # type: ignore[method-assign]
+    assert versus_plain(deaf) < 0.5
+    assert versus_plain(Stubborn(8)) > 0.9
