@@ -93,8 +93,9 @@ class Asking:
         self._turn += few
         return [(self._turn + index) % num_rows for index in range(few)]
 
-    def observe(self, round_: RoundCost, cost: StepCost) -> None:
-        """Takes in a round in which somebody was asked."""
+    def observe(self, round_: RoundCost, cost: StepCost, expected: float) -> None:
+        """Takes in a round in which somebody was asked; `expected`: tokens that were expected to be
+        accepted, which says what drafts are worth with less noise than those that were."""
         asked = round_.asked
         self._num_asked = len(asked)
         num_new = sum(trial.row.serial not in self._asked for trial in asked)
@@ -115,11 +116,12 @@ class Asking:
             del self._asked[next(iter(self._asked))]
         if cost.known:
             num_rows, kept = round_.num_rows, round_.num_kept
-            saved = 0.0
+            saved = hoped = 0.0
             if kept:
                 plain_s, drafting_s = cost.seconds(num_rows), cost.seconds(num_rows + kept)
                 saved = plain_s * (num_rows + round_.num_accepted) / num_rows - drafting_s
-            self._earned.add(saved)
+                hoped = plain_s * (num_rows + expected) / num_rows - drafting_s
+            self._earned.add(hoped)
             self._paid.add(round_.propose_seconds)
             paid = round_.propose_seconds
             if many_new:  # what is paid once for a row is not held against drafting

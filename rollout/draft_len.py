@@ -409,7 +409,7 @@ class AdaptiveDraftLen:
         if round_.branched:
             self._trees.observe(round_.num_rows, round_.num_drafted, round_.num_accepted)
             return
-        self._asking.observe(round_, self._cost)
+        self._asking.observe(round_, self._cost, self.last.expected)
         if round_.num_accepted:
             self._probes.found()
         self._learn(round_.trials)

@@ -83,6 +83,17 @@ def test_drafts_of_a_few_rows_in_turn_pay_the_price_of_few_tokens(seed: int) -> 
     assert rate >= 0.98 * plain_tokens_per_s(knee, 16)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_rare_hits_that_pay_are_not_given_up_for_a_run_of_bad_luck(seed: int) -> None:
+    """One token in five is accepted, scoring a few is free, and asking costs 2% of a step."""
+    knee = Machine(lambda tokens: 0.0043 + 0.0007 * max(0.0, tokens - 4), ask_s=1e-4, noise=0.05)
+    offered = OFFERS["low"]
+    rate = tokens_per_s(
+        AdaptiveDraftLen(8), knee, offered, 1, num_rounds=500, settling=100, seed=seed
+    )
+    assert rate >= 0.95 * best_fixed(knee, offered, 1, 8)
+
+
 @pytest.mark.parametrize("offer", ["high", "low", "adversarial and boastful"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_draft_model_never_loses(machine: str, offer: str) -> None:
