@@ -331,7 +331,7 @@ class AdaptiveDraftLen:
     # ---- before scoring -------------------------------------------------------------------
 
     def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
-        if not self._asked:
+        if not rows or not self._asked:
             return list(drafts)
         self.last.offered = self.last.kept = sum(map(len, drafts))
         if self._branching:

@@ -405,10 +405,16 @@ def test_a_prompt_seen_before_accepts_as_much_and_is_not_run_again(
 # ---- what ranks would have to agree on ----------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["actors.tensor_parallel=2", "model.tensor_parallel_size=2"])
-def test_tensor_parallel_actors_are_refused_by_name(option: str) -> None:
-    # cases 82, 83, 86: there are no ranks here; an actor is one process
-    with pytest.raises(InvalidConfig, match=rf"unknown option {option.partition('=')[0]}"):
+@pytest.mark.parametrize(
+    ("option", "refusal"),
+    [
+        ("actors.tensor_parallel=2", "tensor_parallel=2 with engine=native: only engine=vllm"),
+        ("model.tensor_parallel_size=2", r"unknown option model\.tensor_parallel_size"),
+    ],
+)
+def test_ranks_of_the_native_engine_are_refused_by_name(option: str, refusal: str) -> None:
+    # cases 82, 83, 86: it has none; in vLLM the first rank decides for all (tests/vllm)
+    with pytest.raises(InvalidConfig, match=refusal):
         load_config(None, ["name=x", option])
 
 
