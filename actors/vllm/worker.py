@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from actors.engine_spec import (
@@ -136,9 +137,16 @@ class RolloutWorker(WeightTransferWorker):
 
     def rollout_release(self) -> None:
         """Takes the model apart, since vLLM hides it from the collector; the worker is of no use
-        afterwards."""
+        afterwards. Left are the modules that vLLM shares between the models of a process, and the tree
+        of the others, over which it goes once more at the end."""
+        shared, of_torch = set(map(id, _ROPE_DICT.values())), vars(torch.nn.Module()).keys()
         for module in list(self.model_runner.model.modules()):
-            vars(module).clear()
+            if id(module) in shared:
+                continue
+            for name in vars(module).keys() - of_torch:
+                del vars(module)[name]
+            module._parameters.clear()
+            module._buffers.clear()
 
 
 def _parts(spec: EngineSpec, limits: EngineLimits) -> Parts:

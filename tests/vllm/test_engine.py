@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from actors.vllm.engine import VllmEngine
 from rollout.checkpoint import read_weights
 from rollout.engine import Engine, run_to_end
 from rollout.errors import InvalidRequest, InvalidWeights
@@ -101,6 +102,19 @@ def test_every_law_gives_the_native_engines_samples(
     for _ in range(2):  # the second time the history knows every rollout
         got = run_to_end(made, mixed("a"), max_rounds=400)
         assert [one.request.id for one, other in zip(got, expected) if not same(one, other)] == []
+
+
+def test_an_engine_that_is_closed_leaves_those_beside_and_after_it_whole(
+    engine: Engine, native: Engine, folder: Path
+) -> None:
+    expected = run_to_end(native, mixed("c"))
+    closed = loaded(spec_of(folder, proposer="none"))
+    assert isinstance(closed, VllmEngine)
+    run_to_end(closed, mixed("c"), max_rounds=400)
+    closed.close()
+    for other in (engine, loaded(spec_of(folder, proposer="none"))):
+        got = run_to_end(other, mixed("c"), max_rounds=400)
+        assert [one.request.id for one, two in zip(got, expected) if not same(one, two)] == []
 
 
 def test_other_uniforms_give_other_samples(engine: Engine, native: Engine) -> None:
