@@ -60,6 +60,8 @@ ProposerName = Literal[
     "vllm_eagle3",
 ]
 KernelsName = Literal["auto", "compiled", "torch"]
+FOLDER_PROPOSERS = ("draft_model", *VLLM_DRAFTERS)
+"""Those that draft with the weights of a folder."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 logger = logging.getLogger(__name__)
@@ -146,7 +148,7 @@ class EngineSpec:
                 f"proposer=self_draft with mode={self.mode}: there are no second weights to draft "
                 "with; set mode=lossless"
             )
-        if self.proposer in ("draft_model", *VLLM_DRAFTERS) and self.draft_model is None:
+        if self.proposer in FOLDER_PROPOSERS and self.draft_model is None:
             raise InvalidConfig(
                 f"proposer={self.proposer} without draft_model: name its model folder"
             )
@@ -174,8 +176,7 @@ class EngineSpec:
 
     @property
     def num_gpus(self) -> int:
-        """That an actor is given: one for each worker that its model is split over."""
-        return 0 if self.device == "cpu" else self.tensor_parallel
+        return num_gpus(self.device, self.tensor_parallel)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -183,6 +184,11 @@ class EngineSpec:
             return DTYPES[self.dtype]
         learners = self.target_format == "none" and self.device == "cpu"
         return torch.float32 if learners else default_dtype(self.device)
+
+
+def num_gpus(device: str, tensor_parallel: int) -> int:
+    """That an actor is given: one for each worker that its model is split over."""
+    return 0 if device == "cpu" else tensor_parallel
 
 
 def make_proposer(spec: EngineSpec, policy: Policy | None = None) -> Proposer:

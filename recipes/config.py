@@ -15,7 +15,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from actors.config import ClusterConfig
-from actors.engine_spec import DTYPES, EngineSpec, ProposerName
+from actors.engine_spec import DTYPES, FOLDER_PROPOSERS, EngineSpec, ProposerName
 from actors.vllm.support import VLLM_DRAFTERS, check_proposer
 from quant.formats import FormatName
 from rollout.errors import InvalidConfig, InvalidRequest
@@ -304,8 +304,6 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-FOLDER_PROPOSERS = ("draft_model", *VLLM_DRAFTERS)
-"""Those that draft with the weights of draft.model."""
 HEAD_PROPOSERS = ("mtp", "mixture")
 """Those that draft with an MTP head."""
 OWN_HEAD = "mtp.safetensors"

@@ -17,7 +17,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from actors.engine_spec import EngineSpec
+from actors.engine_spec import EngineSpec, num_gpus
 from quant.formats import FormatName
 from recipes.ceilings import (
     Best,
@@ -109,7 +109,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             )
         bandwidth = measure_read_bandwidth()
         source = f"read here with {torch.get_num_threads()} threads"
-    num_gpus = 1 if config is None else max(1, num_gpus_of(config))
+    num_gpus = 1 if config is None else max(1, _num_gpus(config))
     if num_gpus > 1:
         bandwidth, source = bandwidth * num_gpus, f"{source}, of the {num_gpus} GPUs of an actor"
     drafts = _drafts(arguments)
@@ -209,7 +209,7 @@ def measure_read_bandwidth() -> float:
 def place(config: RunConfig, nodes: Nodes, weights_bytes: float) -> Placement:
     """Every actor gets `actors.cpus` cores, and where `model.device` is cuda the GPUs that its model is
     split over, all of one node."""
-    actors, num_gpus = config.actors, num_gpus_of(config)
+    actors, num_gpus = config.actors, _num_gpus(config)
     cores = nodes.cpus or (os.cpu_count() or 1)
     fit = cores // actors.cpus
     needs, has = (
@@ -237,9 +237,8 @@ def place(config: RunConfig, nodes: Nodes, weights_bytes: float) -> Placement:
     return Placement(True, f"{needs} fit on {has}")
 
 
-def num_gpus_of(config: RunConfig) -> int:
-    """Of an actor; 0 on a CPU."""
-    return 0 if config.model.device == "cpu" else config.actors.tensor_parallel
+def _num_gpus(config: RunConfig) -> int:
+    return num_gpus(config.model.device, config.actors.tensor_parallel)
 
 
 def _print(rows: Sequence[Row], title: str, placement: Placement | None) -> None:

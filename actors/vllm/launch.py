@@ -23,18 +23,19 @@ from actors.vllm.weight_transfer import BACKEND, register
 from rollout.checkpoint import read_config
 from rollout.errors import InvalidConfig
 
-ENVIRONMENT = {
+NEEDED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core is stepped here
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the seams are those of the V1 runner
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads
+}
+DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the process has its cores already
     "VLLM_NO_USAGE_STATS": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # each layer keeps those of 32 numbers of tokens anyway
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about parts that are replaced here
 }
-"""Set before vLLM looks at it; what is set already stays, but for the first three."""
+"""Set before vLLM looks at it; of the defaults what is set already stays."""
 CACHE_SIZE = "VLLM_CPU_KVCACHE_SPACE"
-NEEDED = tuple(ENVIRONMENT)[:3]
 _RUNNING: list[LLMEngine] = []
 _RETIRED: list[LLMEngine] = []
 """Engines of this process: in use, and not."""
@@ -85,11 +86,9 @@ def retire(core: LLMEngine) -> None:
 
 
 def set_environment() -> None:
-    for name, value in ENVIRONMENT.items():
-        if name in NEEDED:
-            os.environ[name] = value
-        else:
-            os.environ.setdefault(name, value)
+    os.environ.update(NEEDED)
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 def engine_args(spec: EngineSpec) -> EngineArgs:

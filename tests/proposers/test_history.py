@@ -62,6 +62,26 @@ def test_a_sibling_in_flight_is_drafted_as_far_as_it_has_come() -> None:
     assert draft(proposer, behind) == (10, 11, 12, 13)
 
 
+def test_who_looks_in_whatever_way_sees_a_sibling_as_far_as_it_has_come() -> None:
+    def knowing() -> HistoryProposer:
+        proposer = HistoryProposer()
+        proposer.observe([row([10, 11]), behind])
+        return proposer
+
+    behind = row()
+    assert [token for token, _ in knowing().continuations(behind, [])] == [10]
+    assert knowing().propose_trees([behind], [8], [8])[0].token_ids == (10, 11)
+    assert knowing().gauges()["history/tokens"] == 2
+
+
+def test_tokens_have_the_version_that_was_in_force_when_they_were_emitted() -> None:
+    proposer, one = HistoryProposer(), row([10, 11])
+    proposer.observe([one])
+    proposer.publish(5)  # before anybody looked
+    proposer.finish(one)
+    assert proposer.export()["versions"].tolist() == [0]
+
+
 def test_the_longest_match_wins_over_more_frequent_shorter_ones() -> None:
     proposer = HistoryProposer()
     for tail in ([20, 11, 99], [21, 11, 99], [10, 11, 50]):

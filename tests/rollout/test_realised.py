@@ -65,6 +65,45 @@ def test_drafting_that_gains_goes_on() -> None:
             assert realised.objection(4) is None
 
 
+def test_what_drafting_took_counts_too() -> None:
+    realised, live = Realised(), rows(4)
+    realised.observe(decoded(live, kept=0, accepted=0))
+    dear = replace(decoded(live, kept=4, accepted=2), propose_seconds=STEP_S)  # twice for 1.5 times
+    for _ in range(TRIED):
+        assert realised.objection(4) is None
+        realised.observe(dear)
+    assert realised.objection(4) == "drafting has lost by the clock"
+
+
+def test_drafting_that_gained_rests_no_longer_than_the_first_time() -> None:
+    realised, live = Realised(), rows(4)
+
+    def lose() -> int:
+        """Rounds of rest behind it."""
+        while realised.objection(4) is None:
+            realised.observe(decoded(live, kept=4, accepted=0, seconds=2 * STEP_S))
+        rest = 1
+        while realised.objection(4):
+            rest += 1
+        return rest
+
+    realised.observe(decoded(live, kept=0, accepted=0))
+    assert (lose(), lose()) == (REST, 2 * REST)
+    for _ in range(TRIED):
+        realised.observe(decoded(live, kept=4, accepted=4))
+    assert lose() == REST
+
+
+def test_a_probe_is_not_held_against_drafting() -> None:
+    chooser, live = AdaptiveDraftLen(4), rows(4)
+    chooser._realised.observe(decoded(live, kept=0, accepted=0))
+    chooser._probed = live[0].serial
+    for _ in range(4 * PLAIN_EVERY):
+        losing = decoded(live, kept=2, accepted=0, seconds=2 * STEP_S)
+        chooser.observe(replace(losing, propose_seconds=1e-5))
+    assert chooser._realised.objection(4) is None
+
+
 def test_a_machine_that_stood_still_is_not_held_against_drafting() -> None:
     realised, live = Realised(), rows(4)
     realised.observe(decoded(live, kept=0, accepted=0))

@@ -49,6 +49,14 @@ def load(
     engine.load(prepared, version=version, digest=digest(packed), in_flight=in_flight)
 
 
+def make_idle(engine: Engine, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Puts an engine that a module shares back under version 0."""
+    assert not engine.num_unfinished
+    if engine.version != 0:
+        load(engine, spec_of(folder), weights, 0)
+        engine.step()
+
+
 def loaded(spec: EngineSpec, version: int = 0) -> Engine:
     """An engine on its folder's weights."""
     engine = make_engine(spec)

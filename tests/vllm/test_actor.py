@@ -15,16 +15,10 @@ from rollout.errors import InvalidWeights
 from rollout.packing import digest
 from rollout.request import RolloutSample
 from rollout.sampling import SamplingParams
-from tests.tiny_model import tiny_folder
-from tests.vllm.engines import HEADS, loaded, requests, spec_of
+from tests.vllm.engines import loaded, requests, spec_of
 
 PROBE = [list(range(30, 44)), list(range(60, 90, 3))]
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("models") / "llama", **HEADS)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from actors.vllm.engine import VllmEngine
-from rollout.checkpoint import read_weights
 from rollout.engine import Engine, run_to_end
 from rollout.errors import InvalidRequest, InvalidWeights
 from rollout.grammar import Grammar
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
-from tests.tiny_model import tiny_folder
-from tests.vllm.engines import CONTEXT_LEN, HEADS, full_logprobs, load, loaded, requests, spec_of
+from tests.vllm.engines import (
+    CONTEXT_LEN,
+    full_logprobs,
+    load,
+    loaded,
+    make_idle,
+    requests,
+    spec_of,
+)
 
 PLAIN = SamplingParams(max_new_tokens=24)
 LAWS = {
@@ -33,22 +39,6 @@ Weights = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("models") / "llama", **HEADS)
-
-
-@pytest.fixture(scope="module")
-def weights(folder: Path) -> Weights:
-    return read_weights(folder)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Another policy of the same shape."""
-    return read_weights(tiny_folder(tmp_path_factory.mktemp("models") / "other", seed=1, **HEADS))
-
-
-@pytest.fixture(scope="module")
 def native(folder: Path) -> Engine:
     return loaded(spec_of(folder, "native", proposer="none"))
 
@@ -61,10 +51,7 @@ def shared(folder: Path) -> Engine:
 @pytest.fixture
 def engine(shared: Engine, folder: Path, weights: Weights) -> Engine:
     """The history proposer's engine, idle and under version 0."""
-    assert not shared.num_unfinished
-    if shared.version != 0:
-        load(shared, spec_of(folder), weights, 0)
-        shared.step()
+    make_idle(shared, folder, weights)
     return shared
 
 

@@ -20,16 +20,10 @@ from actors.vllm.worker import RolloutWorker
 from rollout.engine import Engine, run_to_end
 from rollout.errors import InvalidConfig
 from rollout.sampling import SamplingParams
-from tests.tiny_model import tiny_folder
-from tests.vllm.engines import HEADS, loaded, requests, spec_of
+from tests.vllm.engines import loaded, requests, spec_of
 from tests.vllm.stock_gap import repetitive
 
 PLAIN = SamplingParams(max_new_tokens=20)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("models") / "llama", **HEADS)
 
 
 @pytest.fixture(scope="module")

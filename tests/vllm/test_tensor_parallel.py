@@ -14,34 +14,28 @@ import torch
 
 from actors.vllm import executor, ranks
 from actors.vllm.engine import VllmEngine
-from rollout.checkpoint import read_weights
 from rollout.engine import run_to_end
 from rollout.errors import ActorFailed, InvalidConfig, InvalidWeights
 from rollout.sampling import SamplingParams
-from tests.tiny_model import tiny_folder
-from tests.vllm.engines import CONTEXT_LEN, full_logprobs, load, loaded, requests, spec_of
+from tests.vllm.engines import (
+    CONTEXT_LEN,
+    full_logprobs,
+    load,
+    loaded,
+    make_idle,
+    requests,
+    spec_of,
+)
 from tests.vllm.test_engine import mixed, same
 
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-"""Keys and values are split as well."""
 PLAIN = SamplingParams(max_new_tokens=24)
 Weights = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("models") / "llama", **HEADS)
-
-
-@pytest.fixture(scope="module")
-def weights(folder: Path) -> Weights:
-    return read_weights(folder)
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> Weights:
-    """Another policy of the same shape."""
-    return read_weights(tiny_folder(tmp_path_factory.mktemp("models") / "other", seed=1, **HEADS))
+def heads() -> dict[str, int]:
+    """Keys and values are split as well."""
+    return {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +57,7 @@ def shared(folder: Path) -> Iterator[VllmEngine]:
 @pytest.fixture
 def engine(shared: VllmEngine, folder: Path, weights: Weights) -> VllmEngine:
     """Idle and under version 0."""
-    assert not shared.num_unfinished
-    if shared.version != 0:
-        load(shared, spec_of(folder), weights, 0)
-        shared.step()
+    make_idle(shared, folder, weights)
     return shared
 
 
