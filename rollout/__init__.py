@@ -45,6 +45,7 @@ scheduler           who runs what in a round, and room in the cache for it
 smoothing           the same decoder with its outlier channels in the weights
 step_cost           what a forward costs by its number of tokens, as measured
 stop_text           stop strings over token ids
+stragglers          what a token of each row is worth while a batch drains
 streams             the randomness of one row, keyed by what it is for
 table_mtp           a policy and its MTP head that are tables
 table_policy        a policy whose law is a known table
@@ -105,6 +106,7 @@ __all__ = [
     "smoothing",
     "step_cost",
     "stop_text",
+    "stragglers",
     "streams",
     "table_mtp",
     "table_policy",

@@ -93,9 +93,9 @@ class Asking:
         self._turn += few
         return [(self._turn + index) % num_rows for index in range(few)]
 
-    def observe(self, round_: RoundCost, cost: StepCost, expected: float) -> None:
-        """Takes in a round in which somebody was asked; `expected`: tokens that were expected to be
-        accepted, which says what drafts are worth with less noise than those that were."""
+    def observe(self, round_: RoundCost, cost: StepCost, gained: float, expected: float) -> None:
+        """Takes in a round in which somebody was asked. `gained`: what its accepted tokens count;
+        `expected`: what was expected, which says what drafts are worth with less noise."""
         asked = round_.asked
         self._num_asked = len(asked)
         num_new = sum(trial.row.serial not in self._asked for trial in asked)
@@ -119,7 +119,7 @@ class Asking:
             saved = hoped = 0.0
             if kept:
                 plain_s, drafting_s = cost.seconds(num_rows), cost.seconds(num_rows + kept)
-                saved = plain_s * (num_rows + round_.num_accepted) / num_rows - drafting_s
+                saved = plain_s * (num_rows + gained) / num_rows - drafting_s
                 hoped = plain_s * (num_rows + expected) / num_rows - drafting_s
             self._earned.add(hoped)
             self._paid.add(round_.propose_seconds)

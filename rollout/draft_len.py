@@ -41,6 +41,7 @@ from rollout.realised import Realised
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from rollout.step_cost import HOPE, StepCost
+from rollout.stragglers import Stragglers
 from rollout.tree_yield import TreeYield
 
 REPRICE = 16
@@ -132,7 +133,7 @@ class Choice:
     kept: int = 0
     """Tokens."""
     expected: float = 0.0
-    """Tokens of those kept that will be accepted."""
+    """What those kept that will be accepted count, in tokens."""
     speedup: float = 1.0
     """Expected rate of what was kept over that of plain decoding, proposing left out."""
     why: str = "no cost was measured yet"
@@ -141,7 +142,7 @@ class Choice:
         return (
             f"{self.num_rows} rows, plain step {1e3 * self.plain_s:.1f} ms: a drafted token must be "
             f"accepted with {self.price:.2f}; kept {self.kept} of {self.offered} tokens offered for "
-            f"{self.asked} rows, expected {self.expected:.1f} accepted, {self.speedup:.2f}x plain "
+            f"{self.asked} rows, expected to be worth {self.expected:.1f}, {self.speedup:.2f}x plain "
             f"({self.why})"
         )
 
@@ -168,7 +169,7 @@ class AdaptiveDraftLen:
         self._acceptance, self._cost, self._price = Acceptance(), StepCost(), DraftPrice()
         self._asking, self._probes = Asking(), Probes(probe_every)
         self._trees = TreeYield(tree_nodes, tree_every)
-        self._realised = Realised()
+        self._realised, self._stragglers = Realised(), Stragglers()
         self._branching = False
         self._cut = 1.0
         """Chance at which a token is worth scoring once it is drafted, in this round."""
@@ -277,7 +278,8 @@ class AdaptiveDraftLen:
         return [rate * step for step in added]
 
     def _weigh(self, rows: Sequence[Row], draining: bool) -> None:
-        self._worth = straggler_weights(rows) if draining and len(rows) > 1 else {}
+        alike = not draining or len(rows) == 1
+        self._worth = {} if alike else self._stragglers.worth(rows, self._first_cut)
 
     def _tree_pays(self) -> bool:
         chain_rate = self._best_speedup / self.last.plain_s
@@ -347,7 +349,7 @@ class AdaptiveDraftLen:
         for index, (row, draft) in enumerate(zip(rows, drafts)):
             if row.serial == self._probed:
                 lengths[index] = max(lengths[index], min(self._probe_len, len(draft)))
-            expected += sum(values[index][: lengths[index]]) / self._weight(row)
+            expected += sum(values[index][: lengths[index]])
             kept.append(draft.truncated(lengths[index]))
         offered = [value for of_row in values for value in of_row]
         self._price.offered(offered, len(self._asked.intersection(row.serial for row in rows)))
@@ -400,8 +402,10 @@ class AdaptiveDraftLen:
     def observe(self, round_: RoundCost) -> None:
         if round_.plain_tokens and self._says_something(round_.scored_tokens):
             self._cost.add(round_.scored_tokens, round_.seconds)
+        self._stragglers.observe(round_.trials)
+        gained = sum(trial.accepted_len * self._weight(trial.row) for trial in round_.trials)
         if round_.plain_tokens and round_.trials and self._probed is None:
-            self._realised.observe(round_)
+            self._realised.observe(round_, gained)
         if self.last.plain_s:
             self._note()
         if not any(trial.asked_len for trial in round_.trials):
@@ -409,7 +413,7 @@ class AdaptiveDraftLen:
         if round_.branched:
             self._trees.observe(round_.num_rows, round_.num_drafted, round_.num_accepted)
             return
-        self._asking.observe(round_, self._cost, self.last.expected)
+        self._asking.observe(round_, self._cost, gained, self.last.expected)
         if round_.num_accepted:
             self._probes.found()
         self._learn(round_.trials)
@@ -465,16 +469,6 @@ def convex_steps(values: Sequence[float]) -> list[float]:
             step, num = (earlier * many + step * num) / (many + num), many + num
         runs.append((step, num))
     return [step for step, num in runs for _ in range(num)]
-
-
-def straggler_weights(rows: Sequence[Row]) -> dict[int, float]:
-    """What a row's tokens count while nobody waits, by serial: a step ends when its longest row ends,
-    so rows that may still become long count more, up to 4 times as much as others; mean 1."""
-    left = [max(1, row.remaining_len) for row in rows]
-    mean_left = sum(left) / len(rows)
-    weights = [min(max(num / mean_left, 0.5), 2.0) for num in left]
-    mean = sum(weights) / len(rows)
-    return {row.serial: weight / mean for row, weight in zip(rows, weights)}
 
 
 def _chances(draft: Draft) -> Sequence[float]:

@@ -66,8 +66,9 @@ class Realised:
             return "to time a plain step"
         return None
 
-    def observe(self, round_: RoundCost) -> None:
-        """Takes in a round of rows that decode, without a prompt."""
+    def observe(self, round_: RoundCost, gained: float) -> None:
+        """Takes in a round of rows that decode, without a prompt; `gained`: what its accepted tokens
+        count."""
         found = self._by_rows.setdefault(round_.num_rows, _Rounds())
         if not round_.num_kept:
             found.since_plain = 0
@@ -75,7 +76,7 @@ class Realised:
             return
         found.since_plain += 1
         seconds = round_.seconds + round_.propose_seconds
-        found.drafted.add(seconds / (round_.num_rows + round_.num_accepted))
+        found.drafted.add(seconds / (round_.num_rows + gained))
         if found.plain.num and found.drafted.num >= FEW_TRIED:
             self._judge(found)
 

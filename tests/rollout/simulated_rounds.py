@@ -24,7 +24,7 @@ def rows(num: int, *, max_new_tokens: int = 40) -> list[Row]:
         Row(
             request(f"r{i}", sampling=sampling, prompt_id=f"p{i}"),
             SeededDraws(0, "p", i),
-            context_len=64,
+            context_len=max_new_tokens + 24,
         )
         for i in range(num)
     ]
@@ -95,6 +95,49 @@ def tokens_per_s(
         )
         seconds += machine.step(scored) + proposing
     return emitted / seconds
+
+
+def steps_speedup(
+    chooser: DraftLen,
+    machine: Machine,
+    offered: Sequence[Tokens],
+    length: int,
+    *,
+    num_steps: int,
+    settling: int,
+    seed: int,
+) -> float:
+    """Times plain decoding's speed over steps of `length` tokens a row, behind `settling` ones that are
+    not counted; row i is offered `offered[i]`, and a step ends when its last row does."""
+    rng, seconds = random.Random(seed), 0.0
+    for step in range(settling + num_steps):
+        if step == settling:
+            seconds = 0.0
+        live = list(zip(rows(len(offered), max_new_tokens=length), offered))
+        while live:
+            decoding = [row for row, _ in live]
+            asked = chooser.choose(decoding, draining=True)
+            asked = [min(num, row.remaining_len - 1) for num, row in zip(asked, decoding)]
+            made = [of_row.draft(rng, num) for (_, of_row), num in zip(live, asked)]
+            kept = chooser.keep(decoding, [draft for draft, _ in made])
+            trials = []
+            for row, num, (draft, true), part in zip(decoding, asked, made, kept, strict=True):
+                hits = [rng.random() < chance for chance in (*true, 0.5)]
+                accepted = next(
+                    (i for i, hit in enumerate(hits[: len(part)]) if not hit), len(part)
+                )
+                row.token_ids += [OTHER] * (accepted + 1)
+                if row.remaining_len <= 0:
+                    row.finish("length", "max_new_tokens")
+                next_token = DRAFTED if hits[accepted] else OTHER
+                trials.append(Trial(row, num, draft, len(part), accepted, next_token))
+            scored = len(live) + sum(map(len, kept))
+            proposing = sum(num > 0 for num in asked) * machine.ask_s
+            took = machine.step(scored) * math.exp(rng.gauss(0, machine.noise))
+            chooser.observe(RoundCost(took, proposing, scored, True, tuple(trials)))
+            seconds += machine.step(scored) + proposing
+            live = [(row, of_row) for row, of_row in live if not row.done]
+    return num_steps * length * machine.step(len(offered)) / seconds
 
 
 def plain_tokens_per_s(machine: Machine, num_rows: int) -> float:

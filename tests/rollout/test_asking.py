@@ -27,14 +27,19 @@ def asked(live: list[Row], propose_s: float, *, accepted: int) -> RoundCost:
     return RoundCost(STEP_S, propose_s, len(live) + accepted, True, trials)
 
 
+def see(asking: Asking, round_: RoundCost, cost: StepCost) -> None:
+    """A round whose tokens count the same and were not expected."""
+    asking.observe(round_, cost, round_.num_accepted, 0.0)
+
+
 def test_plans_that_lose_end_and_are_tried_again_ever_so_often() -> None:
     asking, cost, live = Asking(), known_cost(), rows(8)
     num = 0
     while asking.affords(8):
-        asking.observe(asked(live, 0.5 * STEP_S, accepted=0), cost, 0.0)  # half a step for nothing
+        see(asking, asked(live, 0.5 * STEP_S, accepted=0), cost)  # half a step for nothing
         num += 1
     assert num == 1 + 2 * FIRST_CREDIT  # the first, of new rows, is not held against it
-    asking.observe(asked(live, 0.5 * STEP_S, accepted=0), cost, 0.0)
+    see(asking, asked(live, 0.5 * STEP_S, accepted=0), cost)
     waited = 0
     while not asking.affords(8):
         waited += 1
@@ -44,10 +49,10 @@ def test_plans_that_lose_end_and_are_tried_again_ever_so_often() -> None:
 def test_what_was_lost_with_many_rows_is_not_held_against_few() -> None:
     asking, cost = Asking(), known_cost()
     for _ in range(20):
-        asking.observe(asked(rows(8), 0.0, accepted=0), cost, 0.0)
+        see(asking, asked(rows(8), 0.0, accepted=0), cost)
     live = rows(8)
     for _ in range(20):
-        asking.observe(asked(live, STEP_S, accepted=0), cost, 0.0)
+        see(asking, asked(live, STEP_S, accepted=0), cost)
     assert not asking.affords(8) and not asking.affords(15)
     assert asking.affords(1) and asking.affords(16)
 
@@ -55,15 +60,15 @@ def test_what_was_lost_with_many_rows_is_not_held_against_few() -> None:
 def test_plans_that_earn_can_afford_a_run_of_bad_luck() -> None:
     asking, cost, live = Asking(), known_cost(), rows(8)
     for _ in range(200):
-        asking.observe(asked(live, 0.2 * STEP_S, accepted=8), cost, 0.0)  # a step's tokens more
+        see(asking, asked(live, 0.2 * STEP_S, accepted=8), cost)  # a step's tokens more
     for _ in range(40):
-        asking.observe(asked(live, 0.7 * STEP_S, accepted=0), cost, 0.0)
+        see(asking, asked(live, 0.7 * STEP_S, accepted=0), cost)
     assert asking.affords(8)
 
 
 def test_the_prompts_of_new_rows_are_not_held_against_drafting() -> None:
     asking, cost, live = Asking(), known_cost(), rows(8)
-    asking.observe(asked(live, 100 * STEP_S, accepted=0), cost, 0.0)
+    see(asking, asked(live, 100 * STEP_S, accepted=0), cost)
     assert asking.affords(8)
-    asking.observe(asked(live, 100 * STEP_S, accepted=0), cost, 0.0)
+    see(asking, asked(live, 100 * STEP_S, accepted=0), cost)
     assert not asking.affords(8)

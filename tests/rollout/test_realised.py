@@ -22,56 +22,70 @@ def decoded(live: list[Row], *, kept: int, accepted: int, seconds: float = STEP_
     return RoundCost(seconds, 0.0, len(live) + kept, True, tuple(trials))
 
 
+def see(realised: Realised, round_: RoundCost) -> None:
+    """A round whose tokens count the same."""
+    realised.observe(round_, round_.num_accepted)
+
+
 def test_a_plain_step_is_timed_among_rounds_that_draft() -> None:
     realised, live = Realised(), rows(4)
     for wait in (TRIED, PLAIN_EVERY, PLAIN_EVERY):
         for _ in range(wait):
             assert realised.objection(4) is None
-            realised.observe(decoded(live, kept=2, accepted=2))
+            see(realised, decoded(live, kept=2, accepted=2))
         assert realised.objection(4) == "to time a plain step"
-        realised.observe(decoded(live, kept=0, accepted=0))
+        see(realised, decoded(live, kept=0, accepted=0))
     assert realised.objection(4) is None
 
 
 def test_drafting_that_loses_rests_longer_each_time_and_for_that_many_rows_only() -> None:
     realised, live = Realised(), rows(4)
-    realised.observe(decoded(live, kept=0, accepted=0))
+    see(realised, decoded(live, kept=0, accepted=0))
     for rest in (REST, 2 * REST, 4 * REST):
         for _ in range(TRIED):
             assert realised.objection(4) is None
-            realised.observe(decoded(live, kept=4, accepted=2, seconds=1.8 * STEP_S))
+            see(realised, decoded(live, kept=4, accepted=2, seconds=1.8 * STEP_S))
         for _ in range(rest):
             assert realised.objection(4) == "drafting has lost by the clock"
-            realised.observe(decoded(live, kept=0, accepted=0))
+            see(realised, decoded(live, kept=0, accepted=0))
         assert realised.objection(3) is None
     assert realised.objection(4) is None
 
 
 def test_drafting_that_loses_far_too_much_is_not_tried_for_long() -> None:
     realised, live = Realised(), rows(4)
-    realised.observe(decoded(live, kept=0, accepted=0))
+    see(realised, decoded(live, kept=0, accepted=0))
     for _ in range(FEW_TRIED):
         assert realised.objection(4) is None
-        realised.observe(decoded(live, kept=4, accepted=0, seconds=2 * STEP_S))
+        see(realised, decoded(live, kept=4, accepted=0, seconds=2 * STEP_S))
     assert realised.objection(4) == "drafting has lost by the clock"
 
 
 def test_drafting_that_gains_goes_on() -> None:
     realised, live = Realised(), rows(4)
     for _ in range(10):
-        realised.observe(decoded(live, kept=0, accepted=0))
+        see(realised, decoded(live, kept=0, accepted=0))
         for _ in range(PLAIN_EVERY - 1):
-            realised.observe(decoded(live, kept=4, accepted=3, seconds=1.5 * STEP_S))
+            see(realised, decoded(live, kept=4, accepted=3, seconds=1.5 * STEP_S))
             assert realised.objection(4) is None
 
 
 def test_what_drafting_took_counts_too() -> None:
     realised, live = Realised(), rows(4)
-    realised.observe(decoded(live, kept=0, accepted=0))
+    see(realised, decoded(live, kept=0, accepted=0))
     dear = replace(decoded(live, kept=4, accepted=2), propose_seconds=STEP_S)  # twice for 1.5 times
     for _ in range(TRIED):
         assert realised.objection(4) is None
-        realised.observe(dear)
+        see(realised, dear)
+    assert realised.objection(4) == "drafting has lost by the clock"
+
+
+def test_tokens_that_nobody_waits_for_are_no_gain() -> None:
+    realised, live = Realised(), rows(4)
+    see(realised, decoded(live, kept=0, accepted=0))
+    for _ in range(TRIED):
+        assert realised.objection(4) is None
+        realised.observe(decoded(live, kept=4, accepted=4, seconds=1.2 * STEP_S), gained=0.4)
     assert realised.objection(4) == "drafting has lost by the clock"
 
 
@@ -81,22 +95,22 @@ def test_drafting_that_gained_rests_no_longer_than_the_first_time() -> None:
     def lose() -> int:
         """Rounds of rest behind it."""
         while realised.objection(4) is None:
-            realised.observe(decoded(live, kept=4, accepted=0, seconds=2 * STEP_S))
+            see(realised, decoded(live, kept=4, accepted=0, seconds=2 * STEP_S))
         rest = 1
         while realised.objection(4):
             rest += 1
         return rest
 
-    realised.observe(decoded(live, kept=0, accepted=0))
+    see(realised, decoded(live, kept=0, accepted=0))
     assert (lose(), lose()) == (REST, 2 * REST)
     for _ in range(TRIED):
-        realised.observe(decoded(live, kept=4, accepted=4))
+        see(realised, decoded(live, kept=4, accepted=4))
     assert lose() == REST
 
 
 def test_a_probe_is_not_held_against_drafting() -> None:
     chooser, live = AdaptiveDraftLen(4), rows(4)
-    chooser._realised.observe(decoded(live, kept=0, accepted=0))
+    chooser._realised.observe(decoded(live, kept=0, accepted=0), 0.0)
     chooser._probed = live[0].serial
     for _ in range(4 * PLAIN_EVERY):
         losing = decoded(live, kept=2, accepted=0, seconds=2 * STEP_S)
@@ -106,10 +120,10 @@ def test_a_probe_is_not_held_against_drafting() -> None:
 
 def test_a_machine_that_stood_still_is_not_held_against_drafting() -> None:
     realised, live = Realised(), rows(4)
-    realised.observe(decoded(live, kept=0, accepted=0))
+    see(realised, decoded(live, kept=0, accepted=0))
     for round_ in range(PLAIN_EVERY - 1):
         stalled = 100.0 if round_ == 40 else 1.0
-        realised.observe(decoded(live, kept=4, accepted=3, seconds=stalled * 1.4 * STEP_S))
+        see(realised, decoded(live, kept=4, accepted=3, seconds=stalled * 1.4 * STEP_S))
         assert realised.objection(4) is None
 
 
