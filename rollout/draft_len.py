@@ -27,7 +27,7 @@ again with the same uniforms: the engine drops those (`RolloutRequest.attempt`).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -147,6 +147,26 @@ class Choice:
         )
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Over all choices that had a price."""
+
+    rounds: float = 0.0
+    plain: float = 0.0
+    price: float = 0.0
+    speedup: float = 0.0
+    offered: float = 0.0
+    kept: float = 0.0
+
+    def add(self, choice: Choice) -> None:
+        self.rounds += 1
+        self.plain += not choice.kept
+        self.price += min(choice.price, 1.0)
+        self.speedup += choice.speedup
+        self.offered += choice.offered
+        self.kept += choice.kept
+
+
 class AdaptiveDraftLen:
     """The lengths that maximise expected emitted tokens a second.
 
@@ -195,8 +215,7 @@ class AdaptiveDraftLen:
         self._worth: dict[int, float] = {}
         """What a token of a row counts, by serial; 1 for the others."""
         self.last = Choice()
-        names = ("rounds", "plain", "price", "speedup", "offered", "kept")
-        self._sums = {f"draft/{name}": 0.0 for name in names}
+        self._sums = _Sums()
 
     @property
     def branching(self) -> bool:
@@ -295,7 +314,7 @@ class AdaptiveDraftLen:
             self._cut = max(self._cut, self._first_cut)
             for row in turns:
                 lengths[row] = self.max_len
-        self.last.why = f"proposing does not pay: {len(turns)} rows in turn"
+        self.last.why = "proposing does not pay: rows in turn"
         return lengths
 
     def _planned(self, rows: Sequence[Row]) -> list[int]:
@@ -400,14 +419,15 @@ class AdaptiveDraftLen:
     # ---- after the round ------------------------------------------------------------------
 
     def observe(self, round_: RoundCost) -> None:
+        self._stragglers.observe(round_.trials)
         if round_.plain_tokens and self._says_something(round_.scored_tokens):
             self._cost.add(round_.scored_tokens, round_.seconds)
-        self._stragglers.observe(round_.trials)
-        gained = sum(trial.accepted_len * self._weight(trial.row) for trial in round_.trials)
-        if round_.plain_tokens and round_.trials and self._probed is None:
-            self._realised.observe(round_, gained)
         if self.last.plain_s:
-            self._note()
+            self._sums.add(self.last)
+        kept = round_.num_kept if self._asked else 0
+        gained = self._gained(round_.trials) if kept else 0.0
+        if round_.plain_tokens and round_.trials and self._probed is None:
+            self._realised.observe(round_, kept, gained)
         if not any(trial.asked_len for trial in round_.trials):
             return
         if round_.branched:
@@ -417,6 +437,10 @@ class AdaptiveDraftLen:
         if round_.num_accepted:
             self._probes.found()
         self._learn(round_.trials)
+
+    def _gained(self, trials: Sequence[Trial]) -> float:
+        """What the accepted tokens of a round count."""
+        return sum(trial.accepted_len * self._weight(trial.row) for trial in trials)
 
     def _says_something(self, scored_tokens: int) -> bool:
         """A timing of so many tokens is worth taking in, which costs as much as a draft does."""
@@ -428,14 +452,6 @@ class AdaptiveDraftLen:
         self._timed, self._untimed = scored_tokens, 0
         self._num_timed += 1
         return True
-
-    def _note(self) -> None:
-        last = self.last
-        for name, value in (
-            ("rounds", 1), ("plain", not last.kept), ("price", min(last.price, 1.0)),
-            ("speedup", last.speedup), ("offered", last.offered), ("kept", last.kept),
-        ):  # fmt: skip
-            self._sums[f"draft/{name}"] += value
 
     def _learn(self, trials: Sequence[Trial]) -> None:
         self._acceptance.learn(
@@ -452,7 +468,7 @@ class AdaptiveDraftLen:
         )
 
     def gauges(self) -> Mapping[str, float]:
-        return dict(self._sums)
+        return {f"draft/{name}": value for name, value in asdict(self._sums).items()}
 
     def explain(self) -> str:
         return str(self.last)

@@ -66,17 +66,20 @@ class Realised:
             return "to time a plain step"
         return None
 
-    def observe(self, round_: RoundCost, gained: float) -> None:
-        """Takes in a round of rows that decode, without a prompt; `gained`: what its accepted tokens
-        count."""
-        found = self._by_rows.setdefault(round_.num_rows, _Rounds())
-        if not round_.num_kept:
+    def observe(self, round_: RoundCost, kept: int, gained: float) -> None:
+        """Takes in a round of rows that decode, without a prompt; `kept`: drafted tokens that it
+        scored, `gained`: what those accepted count."""
+        num_rows = round_.num_rows
+        found = self._by_rows.get(num_rows)
+        if found is None:
+            found = self._by_rows[num_rows] = _Rounds()
+        if not kept:
             found.since_plain = 0
-            found.plain.add(round_.seconds / round_.num_rows)
+            found.plain.add(round_.seconds / num_rows)
             return
         found.since_plain += 1
         seconds = round_.seconds + round_.propose_seconds
-        found.drafted.add(seconds / (round_.num_rows + gained))
+        found.drafted.add(seconds / (num_rows + gained))
         if found.plain.num and found.drafted.num >= FEW_TRIED:
             self._judge(found)
 

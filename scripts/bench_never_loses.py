@@ -2,23 +2,26 @@
 
 In a cell plain decoding, the adaptive length and fixed lengths decode the same prompts side by side,
 each with a cache of its own, and take turns of `TURN` rounds: a machine whose speed drifts within a
-second is as fast for all of them. Prompts are cached before the clock starts: seconds are those of
-decoding, where a wrong length shows most. The first two run `PAIR_REPEATS` times as often as the
-fixed lengths, since what they differ by is small. Fixed lengths whose rounds score more than
-`MOST_SCORED` tokens take longest and are left out, so from 16 rows on the best fixed length is the
-best of 0, 1 and 3. Acceptance comes from what the history proposer remembers:
+second is as fast for all of them. Caches differ in speed by a per cent, for as long as a process
+lasts, so from repeat to repeat the ways change them. Prompts are cached before the clock starts:
+seconds are those of decoding, where a wrong length shows most. Plain decoding runs twice, the second
+time as one way more: what the two differ by is what the benchmark can tell. Those and the adaptive
+length run `PAIR_REPEATS` times as often as fixed lengths, since they differ by little. Fixed lengths
+whose rounds score more than `MOST_SCORED` tokens take longest and are left out, so from 16 rows on the
+best fixed length is the best of 0, 1 and 3. Acceptance comes from what the history proposer remembers:
 
     high         T=.3, after rollouts at T=.3
     low          T=1, after rollouts at T=1
     adversarial  T=1, the same drafts with every token replaced by its neighbour: the proposer is as
                  sure as before and always wrong
 
-A ratio is one of whole cells: the tokens of a way over those that plain decoding would have emitted
-in its seconds, each turn's seconds counted at the rate of plain decoding's turn beside it. On a machine
-of steady speed that is tokens a second over tokens a second; a slow spell, which would weigh as many
-turns as it makes long, weighs as many as it has. The error is the standard error over repeats. Beside
-ratios by the clock stand those by CPU seconds of this process, which other processes on the machine
-disturb less.
+A ratio is one of whole cells: each way's tokens over those that plain decoding would have emitted in
+its seconds, each turn's seconds counted at the rate that plain decoding had around it: the median of
+`AROUND` turns before, beside and behind. On a machine of steady speed that is tokens a second over
+tokens a second; a slow spell, which would weigh as many turns as it makes long, weighs as many as it
+has. Plain decoding's own seconds are counted in the same way, so that noise is nobody's gain. The error
+is the standard error over repeats. Beside ratios by the clock stand those by CPU seconds of this
+process, which other processes on the machine disturb less.
 """
 
 import math
@@ -43,13 +46,14 @@ from scripts.bench_exact import Inexact
 from scripts.bench_kept import Kept
 from scripts.bench_ours import LoadedPolicy
 
-ADAPTIVE, PLAIN = "adaptive", "plain"
+ADAPTIVE, PLAIN, AGAIN = "adaptive", "plain", "plain again"
 FIXED_LENS = (1, 3, 8)
 MAX_LEN = 8
 MOST_SCORED = 128
 PAIR_REPEATS = 3
 TURN = 8
 """Rounds of a way before the next one's turn."""
+AROUND = 3
 TEMPERATURES = {"high": 0.3, "low": 1.0, "adversarial": 1.0}
 
 
@@ -78,12 +82,13 @@ class Decoded:
         return sum(len(sample.token_ids) for sample in self.samples)
 
 
-def wall(run: Decoded) -> float:
-    """Seconds on a machine as fast as it was for plain decoding, in units of a plain token."""
+def by_clock(run: Decoded) -> float:
+    """Seconds, in tokens of plain decoding."""
     return run.plain_tokens
 
 
-def cpu(run: Decoded) -> float:
+def by_cpu(run: Decoded) -> float:
+    """CPU seconds."""
     return run.cpu_s
 
 
@@ -104,9 +109,11 @@ class Cell:
         runs = self.runs[name]
         return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
 
-    def versus(self, name: str, clock: Callable[[Decoded], float] = wall) -> tuple[float, float]:
-        """Adaptive rate over another's in the repeats that both had, and its standard error."""
-        pairs = list(zip(self.runs[ADAPTIVE], self.runs[name]))
+    def versus(
+        self, name: str, clock: Callable[[Decoded], float] = by_clock, *, of: str = ADAPTIVE
+    ) -> tuple[float, float]:
+        """The rate `of` a way over another's in the repeats that both had, and its standard error."""
+        pairs = list(zip(self.runs[of], self.runs[name]))
         ours, theirs = (
             sum(map(clock, runs)) / sum(run.tokens for run in runs) for runs in zip(*pairs)
         )
@@ -117,9 +124,9 @@ class Cell:
     @property
     def best_fixed(self) -> str:
         """The fastest way but the adaptive one, plain among them, in the repeats that all had."""
-        num = min(map(len, self.runs.values()))
-        took = {name: sum(map(wall, runs[:num])) for name, runs in self.runs.items()}
-        return min((name for name in self.runs if name != ADAPTIVE), key=took.__getitem__)
+        fixed = [name for name in self.runs if name not in (ADAPTIVE, AGAIN)]
+        num = min(len(self.runs[name]) for name in fixed)
+        return min(fixed, key=lambda name: sum(map(by_clock, self.runs[name][:num])))
 
     def to_json(self) -> dict[str, Any]:
         counters = SpecCounters()
@@ -134,7 +141,8 @@ class Cell:
             "tok_s": {name: self.rate(name) for name in self.runs},
             "vs_plain": vs_plain,
             "vs_plain_error": vs_plain_error,
-            "vs_plain_cpu": self.versus(PLAIN, cpu)[0],
+            "vs_plain_cpu": self.versus(PLAIN, by_cpu)[0],
+            "plain_again": self.versus(PLAIN, of=AGAIN)[0],
             "vs_best_fixed": vs_best,
             "vs_best_fixed_error": None if math.isnan(vs_best_error) else vs_best_error,
             "best_fixed": self.best_fixed,
@@ -162,16 +170,16 @@ def decode_in_turns(
         run_to_end(way.engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
         way.engine.submit(requests_for(prompts, sampling, seed))
     taken = {name: Decoded(0.0, 0.0, []) for name in ways}
-    names = list(ways)
-    plain_rate = math.nan
+    names, turns = list(ways), []
     while any(way.engine.num_unfinished for way in ways.values()):
         names = [*names[1:], names[0]]
         going = [name for name in names if ways[name].engine.num_unfinished]
-        took = {name: _take_turn(ways[name].engine, taken[name]) for name in going}
-        if PLAIN in took:
-            tokens, seconds = took[PLAIN]
-            plain_rate = tokens / seconds
-        for name, (_, seconds) in took.items():
+        turns.append({name: _take_turn(ways[name].engine, taken[name]) for name in going})
+    plain_rates = [tokens / seconds for tokens, seconds in (t[PLAIN] for t in turns if PLAIN in t)]
+    for at, turn in enumerate(turns):
+        first = min(max(0, at - AROUND), len(plain_rates) - 1)
+        plain_rate = statistics.median(plain_rates[first : at + AROUND + 1])
+        for name, (_, seconds) in turn.items():
             taken[name].plain_tokens += seconds * plain_rate
     for run in taken.values():
         run.samples.sort(key=lambda sample: sample.request.id)
@@ -218,9 +226,9 @@ def record(
 
 def make_ways(
     loaded: LoadedPolicy, acceptance: str, earlier: Sequence[RolloutSample], batch: int = 1
-) -> dict[str, Way]:
-    """Plain, adaptive and fixed lengths by name; each with a memory of its own, and what it learns
-    stays from run to run."""
+) -> list[dict[str, Way]]:
+    """Plain twice, adaptive and fixed lengths by name, once for each way that they can share out the
+    caches; each with a memory of its own, and what it learns stays from run to run."""
 
     def remembering() -> Proposer:
         proposer = Contrary() if acceptance == "adversarial" else HistoryProposer()
@@ -228,18 +236,24 @@ def make_ways(
             proposer.remember(sample.request.prompt_ids, sample.token_ids, sample.logprobs)
         return proposer
 
-    def way(proposer: Proposer, draft_len: DraftLen) -> Way:
-        own = loaded.beside()
-        return Way(own.engine(proposer=proposer, draft_len=draft_len), own.weights)
-
     lens: dict[str, DraftLen] = {
         ADAPTIVE: AdaptiveDraftLen(MAX_LEN),
         **{f"fixed {n}": FixedDraftLen(n) for n in FIXED_LENS if batch * (1 + n) <= MOST_SCORED},
     }
-    return {
-        PLAIN: way(NoProposer(), FixedDraftLen(0)),
-        **{name: way(remembering(), draft_len) for name, draft_len in lens.items()},
+    drafting: dict[str, tuple[Proposer, DraftLen]] = {
+        **{name: (NoProposer(), FixedDraftLen(0)) for name in (PLAIN, AGAIN)},
+        **{name: (remembering(), draft_len) for name, draft_len in lens.items()},
     }
+    caches = [loaded.beside() for _ in drafting]
+    return [
+        {
+            name: Way(own.engine(proposer=proposer, draft_len=draft_len), own.weights)
+            for own, (name, (proposer, draft_len)) in zip(
+                caches[first:] + caches[:first], drafting.items()
+            )
+        }
+        for first in range(len(caches))
+    ]
 
 
 def measure(
@@ -276,22 +290,22 @@ def measure(
 
 def _fill(
     cell: Cell,
-    ways: dict[str, Way],
+    ways: Sequence[dict[str, Way]],
     prompts: Prompts,
     sampling: SamplingParams,
     repeats: int,
     tell: Callable[[str], None],
 ) -> None:
     """Each way has one run before that is not counted."""
-    pair = {name: ways[name] for name in (PLAIN, ADAPTIVE)}
     for repeat in range(-1, repeats * PAIR_REPEATS):
         tell(
             f"B={cell.batch}, {cell.acceptance} acceptance: repeat {repeat + 1}/"
             f"{repeats * PAIR_REPEATS}"
         )
-        taken = decode_in_turns(
-            ways if repeat < repeats else pair, prompts, sampling, seed=2 + repeat
-        )
+        due = ways[repeat % len(ways)]
+        if repeat >= repeats:
+            due = {name: due[name] for name in (PLAIN, AGAIN, ADAPTIVE)}
+        taken = decode_in_turns(due, prompts, sampling, seed=2 + repeat)
         for name, run in taken.items():
             where = f"{name} at B={cell.batch}, {cell.acceptance}"
             check_same(taken[PLAIN].samples, run.samples, where)
@@ -318,13 +332,15 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def text(cells: Sequence[dict[str, Any]]) -> list[str]:
     """For people."""
     lines = [
-        "adaptive draft length / plain by the clock (± standard error), by CPU seconds; / best fixed:"
+        "adaptive draft length / plain by the clock (± standard error), by CPU seconds; plain again / "
+        "plain; adaptive / best fixed:"
     ]
     for cell in cells:
         tok_s, best = cell["tok_s"], cell["best_fixed"]
         lines.append(
             f"  B={cell['batch']:<3}{cell['acceptance']:12} {tok_s[PLAIN]:7.1f} tok/s plain, "
             f"{tok_s[ADAPTIVE]:7.1f} adaptive: {cell['vs_plain']:6.3f} ± {cell['vs_plain_error']:.3f}  "
-            f"{cell['vs_plain_cpu']:6.3f}  {cell['vs_best_fixed']:6.3f} ({best}, {tok_s[best]:.1f})"
+            f"{cell['vs_plain_cpu']:6.3f}  {cell['plain_again']:6.3f}  {cell['vs_best_fixed']:6.3f} "
+            f"({best}, {tok_s[best]:.1f})"
         )
     return lines

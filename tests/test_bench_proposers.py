@@ -27,13 +27,14 @@ from scripts.bench_exact import Inexact
 from scripts.bench_kept import Kept
 from scripts.bench_never_loses import (
     ADAPTIVE,
+    AGAIN,
     PLAIN,
     TURN,
     Cell,
     Decoded,
     Way,
+    by_cpu,
     check_same,
-    cpu,
     decode_in_turns,
 )
 from scripts.bench_ours import LoadedPolicy
@@ -72,7 +73,7 @@ def test_a_ratio_is_one_of_whole_cells_over_the_repeats_that_both_had() -> None:
         fixed_3=[took(6.0)],
     )
     assert cell.versus(PLAIN)[0] == 2.0  # 12 s / 6 s
-    assert cell.versus(PLAIN, cpu)[0] == 8.0  # 12 s / 1.5 s
+    assert cell.versus(PLAIN, by_cpu)[0] == 8.0  # 12 s / 1.5 s
     assert cell.versus("fixed 3")[0] == 2.0  # 6 s / 3 s
 
 
@@ -81,6 +82,12 @@ def test_the_error_of_a_ratio_is_the_standard_error_over_repeats() -> None:
     assert cell.versus(PLAIN)[1] == pytest.approx(0.5)  # of 1 and 2
     once = cell_of(plain=[took(1.0)], adaptive=[took(1.0)])
     assert math.isnan(once.versus(PLAIN)[1])
+
+
+def test_plain_decoding_beside_itself_tells_what_the_benchmark_can_tell() -> None:
+    runs = {"plain": [took(1.0)], "plain_again": [took(0.8)], "adaptive": [took(2.0)]}
+    told = cell_of(**runs).to_json()
+    assert (told["plain_again"], told["best_fixed"]) == (1.25, PLAIN)
 
 
 def test_the_best_fixed_length_may_be_none_and_is_never_the_adaptive_one() -> None:
@@ -153,13 +160,15 @@ def test_a_slow_spell_of_the_machine_weighs_no_more_than_its_turns(
 
 
 def test_a_cell_counts_what_its_adaptive_runs_accepted() -> None:
-    told = cell_of(plain=[took(1.0)], adaptive=[took(1.0), took(1.0)]).to_json()
+    plain = {"plain": [took(1.0)], "plain_again": [took(1.0)]}
+    told = cell_of(**plain, adaptive=[took(1.0), took(1.0)]).to_json()
     assert (told["acceptance_rate"], told["tokens_per_target_step"]) == (0.25, 1.0)
 
 
 def test_the_worst_cell_counts() -> None:
-    good = cell_of(plain=[took(1.0)], adaptive=[took(0.5)], fixed_1=[took(0.5)]).to_json()
-    bad = cell_of(plain=[took(1.0)], adaptive=[took(2.0)], fixed_1=[took(0.5)]).to_json()
+    others = {"plain": [took(1.0)], "plain_again": [took(1.0)], "fixed_1": [took(0.5)]}
+    good = cell_of(**others, adaptive=[took(0.5)]).to_json()
+    bad = cell_of(**others, adaptive=[took(2.0)]).to_json()
     told = bench_never_loses.summary([good, bad])
     assert (told["min_vs_plain"], told["min_vs_best_fixed"]) == (0.5, 0.25)
     assert len(bench_never_loses.text(told["cells"])) == 3
@@ -182,10 +191,12 @@ def test_fixed_lengths_that_score_too_much_are_left_out() -> None:
             pass
 
     def names(batch: int) -> set[str]:
-        return set(bench_never_loses.make_ways(Loaded(), "low", [], batch))  # type: ignore[arg-type]
+        first, *others = bench_never_loses.make_ways(Loaded(), "low", [], batch)  # type: ignore[arg-type]
+        assert all(set(ways) == set(first) for ways in others)
+        return set(first)
 
-    assert names(8) == {PLAIN, ADAPTIVE, "fixed 1", "fixed 3", "fixed 8"}
-    assert names(32) == {PLAIN, ADAPTIVE, "fixed 1", "fixed 3"}
+    assert names(8) == {PLAIN, AGAIN, ADAPTIVE, "fixed 1", "fixed 3", "fixed 8"}
+    assert names(32) == {PLAIN, AGAIN, ADAPTIVE, "fixed 1", "fixed 3"}
 
 
 # ---- the other parts ----------------------------------------------------------------------

@@ -24,7 +24,7 @@ def decoded(live: list[Row], *, kept: int, accepted: int, seconds: float = STEP_
 
 def see(realised: Realised, round_: RoundCost) -> None:
     """A round whose tokens count the same."""
-    realised.observe(round_, round_.num_accepted)
+    realised.observe(round_, round_.num_kept, round_.num_accepted)
 
 
 def test_a_plain_step_is_timed_among_rounds_that_draft() -> None:
@@ -85,7 +85,7 @@ def test_tokens_that_nobody_waits_for_are_no_gain() -> None:
     see(realised, decoded(live, kept=0, accepted=0))
     for _ in range(TRIED):
         assert realised.objection(4) is None
-        realised.observe(decoded(live, kept=4, accepted=4, seconds=1.2 * STEP_S), gained=0.4)
+        realised.observe(decoded(live, kept=4, accepted=4, seconds=1.2 * STEP_S), 4, gained=0.4)
     assert realised.objection(4) == "drafting has lost by the clock"
 
 
@@ -110,8 +110,9 @@ def test_drafting_that_gained_rests_no_longer_than_the_first_time() -> None:
 
 def test_a_probe_is_not_held_against_drafting() -> None:
     chooser, live = AdaptiveDraftLen(4), rows(4)
-    chooser._realised.observe(decoded(live, kept=0, accepted=0), 0.0)
+    chooser._realised.observe(decoded(live, kept=0, accepted=0), 0, 0.0)
     chooser._probed = live[0].serial
+    chooser._asked = {live[0].serial}
     for _ in range(4 * PLAIN_EVERY):
         losing = decoded(live, kept=2, accepted=0, seconds=2 * STEP_S)
         chooser.observe(replace(losing, propose_seconds=1e-5))
