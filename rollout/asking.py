@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout.round_cost import RoundCost
+from rollout.round_cost import RoundCost, Trial
 from rollout.step_cost import StepCost
 
 CHEAP = 0.06
@@ -37,7 +37,7 @@ in plain steps."""
 TRYING = 0.05
 """Plain steps that they may lose each time a plan is due that they cannot afford."""
 MOST_ASKED = 4096
-"""Rows remembered as asked before, the most recent."""
+"""Rows remembered as asked before, those asked last for the first time."""
 
 
 class Asking:
@@ -97,36 +97,44 @@ class Asking:
         """Takes in a round in which somebody was asked. `gained`: what its accepted tokens count;
         `expected`: what was expected, which says what drafts are worth with less noise."""
         asked = round_.asked
-        self._num_asked = len(asked)
-        num_new = sum(trial.row.serial not in self._asked for trial in asked)
+        num_asked = self._num_asked = len(asked)
         self._rounds += 1
         every = TIME_EVERY if self._rounds < EARLY else LATER_EVERY
         timed = not self._ask.known or self._rounds % every == 0
-        many_new = num_new > MOST_NEW * len(asked)
-        usual_s = self._ask.seconds(len(asked)) if self._ask.known else 0.0
+        many_new = self._num_new(asked) > MOST_NEW * num_asked
+        usual_s = self._ask.seconds(num_asked) if self._ask.known else 0.0
+        paid = round_.propose_seconds
         if timed and not many_new:
-            self._ask.add(len(asked), round_.propose_seconds)
+            self._ask.add(num_asked, paid)
             if cost.known:
                 self.weigh(round_.num_rows, cost.seconds(round_.num_rows))
             if steps := max(len(trial.draft) for trial in asked):
-                self.draft_step.add(round_.num_drafted / steps, round_.propose_seconds / steps)
-        for trial in asked:
-            self._asked[trial.row.serial] = None
-        while len(self._asked) > MOST_ASKED:
-            del self._asked[next(iter(self._asked))]
+                self.draft_step.add(round_.num_drafted / steps, paid / steps)
         if cost.known:
             num_rows, kept = round_.num_rows, round_.num_kept
+            plain_s = cost.seconds(num_rows)
             saved = hoped = 0.0
             if kept:
-                plain_s, drafting_s = cost.seconds(num_rows), cost.seconds(num_rows + kept)
+                drafting_s = cost.seconds(num_rows + kept)
                 saved = plain_s * (num_rows + gained) / num_rows - drafting_s
                 hoped = plain_s * (num_rows + expected) / num_rows - drafting_s
             self._earned.add(hoped)
-            self._paid.add(round_.propose_seconds)
-            paid = round_.propose_seconds
+            self._paid.add(paid)
             if many_new:  # what is paid once for a row is not held against drafting
                 paid = min(paid, usual_s)
-            self._settle(num_rows, (saved - paid) / cost.seconds(num_rows))
+            self._settle(num_rows, (saved - paid) / plain_s)
+
+    def _num_new(self, asked: Sequence[Trial]) -> int:
+        """Rows that are asked for the first time; remembers them."""
+        before, num = self._asked, 0
+        for trial in asked:
+            serial = trial.row.serial
+            if serial not in before:
+                before[serial] = None
+                num += 1
+        while len(before) > MOST_ASKED:
+            del before[next(iter(before))]
+        return num
 
     def _settle(self, num_rows: int, gain: float) -> None:
         size = num_rows.bit_length()

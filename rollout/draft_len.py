@@ -48,7 +48,7 @@ REPRICE = 16
 """Rounds for which a price holds while as many rows keep as many tokens."""
 MOST_CALM = 2
 """Doublings of that while price after price nothing is kept."""
-RETIME = 8
+RETIME = 16
 """Rounds for which it holds while rows keep other numbers of tokens, and of which one is timed."""
 FIRST_TIMINGS = 64
 """All of these are taken."""

@@ -1,6 +1,7 @@
 """What one round did and took, as told to whoever chooses draft lengths."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rollout.draft import Draft
 from rollout.row import Row
@@ -21,7 +22,7 @@ class Trial:
     """Emitted behind the accepted tokens; None where the row failed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoundCost:
     """One round of rows that decode."""
 
@@ -37,23 +38,23 @@ class RoundCost:
     branched: bool = False
     """The drafts were trees."""
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return len(self.trials)
 
-    @property
+    @cached_property
     def asked(self) -> tuple[Trial, ...]:
         """Those that were asked for a draft."""
         return tuple(trial for trial in self.trials if trial.asked_len)
 
-    @property
+    @cached_property
     def num_kept(self) -> int:
         return sum(trial.kept_len for trial in self.trials)
 
-    @property
+    @cached_property
     def num_accepted(self) -> int:
         return sum(trial.accepted_len for trial in self.trials)
 
-    @property
+    @cached_property
     def num_drafted(self) -> int:
         return sum(len(trial.draft) for trial in self.trials)
