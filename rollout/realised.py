@@ -2,50 +2,74 @@
 
 Lengths are chosen by a model of costs (`rollout.step_cost`) that learns from what is tried. Where every
 round drafts, plain rounds are not, and a model that takes them for dearer than they are is never put
-right. So for each number of rows the seconds a token of rounds that drafted, drafting included, stand
-beside those of plain rounds, of which one is put in now and then; where drafting has lost, it rests,
-twice as long each time.
+right. So for each number of rows a plain round is put in now and then and compared with those that
+draft around it, since machines are now fast and now slow:
+
+    (1 + what a round gained a row) * seconds of a plain round / seconds of one that drafts
+
+Where drafting has lost by more than may be chance, it rests, twice as long each time.
 """
 
+import math
 from dataclasses import dataclass
 
 from rollout.round_cost import RoundCost
 
 PLAIN_EVERY = 64
-"""Rounds that draft before a plain one is put in; the first time after TRIED."""
-TRIED, FEW_TRIED = 16, 8
-"""Rounds that drafted before they are judged, and before those that are far too slow are."""
-MARGIN, FAR = 1.02, 1.5
-"""Seconds a token over those of plain rounds that pass for as good, and that are far too slow."""
+"""Rounds that draft before a plain one is put in, while it is certain that they gain; else TRIED, which
+costs a sixteenth of what is little then."""
+TRIED = 16
+TOGETHER = 8
+"""Rounds that draft which a comparison needs."""
+MARGIN = 0.02
+"""Loss that passes for none, relative."""
+NOISE = 0.07
+"""Of one comparison, relative; a loss is certain where it exceeds the standard error of their mean."""
 REST, MOST_PATIENT = 64, 5
 """Rounds that drafting rests after it has lost, and how often that may double."""
-MEMORY_DRAFTED, MEMORY_PLAIN = 32, 8
-"""Rounds that a mean reaches back."""
+MEMORY, MEMORY_PLAIN = 16, 4
+"""Comparisons, and plain rounds of one, that a mean reaches back."""
 STALL = 3.0
 """A round counts as at most this many times the mean: a machine that stood still says nothing."""
 
 
 @dataclass(slots=True)
 class _Mean:
-    """Of seconds a token, over the last rounds."""
+    """Of the last values."""
 
     memory: int
     num: int = 0
     value: float = 0.0
 
     def add(self, value: float) -> None:
-        if self.num:
-            value = min(value, STALL * self.value)
-        self.num += 1
-        self.value += (value - self.value) / min(self.num, self.memory)
+        self.num = min(self.num + 1, self.memory)
+        self.value += (value - self.value) / self.num
+
+    def add_seconds(self, seconds: float) -> None:
+        self.add(min(seconds, STALL * self.value) if self.num else seconds)
 
 
 class _Rounds:
     """All of one number of rows."""
 
     def __init__(self) -> None:
-        self.drafted, self.plain = _Mean(MEMORY_DRAFTED), _Mean(MEMORY_PLAIN)
         self.since_plain = self.rest = self.patience = 0
+        self.begin()
+        self.compare()
+
+    def begin(self) -> None:
+        """Forgets all comparisons."""
+        self.faster = _Mean(MEMORY)
+        """Log of drafting's speed over plain decoding's."""
+        self.wait = TRIED
+        """Rounds that draft before a plain one is put in."""
+
+    def compare(self) -> None:
+        """Begins the next comparison."""
+        self.plain, self.drafted = _Mean(MEMORY_PLAIN), _Mean(PLAIN_EVERY)
+        """Seconds of plain rounds and of those that drafted."""
+        self.gained = _Mean(PLAIN_EVERY)
+        """What those gained a row."""
 
 
 class Realised:
@@ -62,7 +86,7 @@ class Realised:
         if found.rest:
             found.rest -= 1
             return "drafting has lost by the clock"
-        if found.since_plain >= (PLAIN_EVERY if found.plain.num else TRIED):
+        if found.since_plain >= found.wait:
             return "to time a plain step"
         return None
 
@@ -73,22 +97,27 @@ class Realised:
         found = self._by_rows.get(num_rows)
         if found is None:
             found = self._by_rows[num_rows] = _Rounds()
-        if not kept:
+        if kept:
+            found.since_plain += 1
+            found.gained.add(gained / num_rows)
+            found.drafted.add_seconds(round_.seconds + round_.propose_seconds)
+        else:
             found.since_plain = 0
-            found.plain.add(round_.seconds / num_rows)
-            return
-        found.since_plain += 1
-        seconds = round_.seconds + round_.propose_seconds
-        found.drafted.add(seconds / (num_rows + gained))
-        if found.plain.num and found.drafted.num >= FEW_TRIED:
+            found.plain.add_seconds(round_.seconds)
+        if found.plain.num and found.drafted.num >= TOGETHER:
+            slower = found.drafted.value / found.plain.value
+            found.faster.add(math.log((1.0 + found.gained.value) / slower))
+            found.compare()
             self._judge(found)
 
     def _judge(self, found: _Rounds) -> None:
-        tried_enough = found.drafted.num >= TRIED
-        if found.drafted.value <= (MARGIN if tried_enough else FAR) * found.plain.value:
-            if tried_enough:
-                found.patience = 0
-            return
-        found.rest = REST << found.patience
-        found.patience = min(found.patience + 1, MOST_PATIENT)
-        found.drafted = _Mean(MEMORY_DRAFTED)
+        faster = found.faster
+        error = NOISE / math.sqrt(faster.num)
+        gains = faster.value > error
+        found.wait = PLAIN_EVERY if gains else TRIED
+        if gains:
+            found.patience = 0
+        elif faster.value < -MARGIN - error:
+            found.rest = REST << found.patience
+            found.patience = min(found.patience + 1, MOST_PATIENT)
+            found.begin()
