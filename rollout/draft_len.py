@@ -427,7 +427,7 @@ class AdaptiveDraftLen:
         kept = round_.num_kept if self._asked else 0
         gained = self._gained(round_.trials) if kept else 0.0
         if round_.plain_tokens and round_.trials and self._probed is None:
-            self._realised.observe(round_, kept, gained)
+            self._realised.observe(round_, self._cost.seconds(round_.num_rows), kept, gained)
         if not any(trial.asked_len for trial in round_.trials):
             return
         if round_.branched:

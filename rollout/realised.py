@@ -50,7 +50,7 @@ class _Mean:
 
 
 class _Rounds:
-    """All of one number of rows."""
+    """All of about as many rows."""
 
     def __init__(self) -> None:
         self.since_plain = self.rest = self.patience = 0
@@ -67,7 +67,7 @@ class _Rounds:
     def compare(self) -> None:
         """Begins the next comparison."""
         self.plain, self.drafted = _Mean(MEMORY_PLAIN), _Mean(PLAIN_EVERY)
-        """Seconds of plain rounds and of those that drafted."""
+        """Seconds of plain rounds and of those that drafted, in plain rounds."""
         self.gained = _Mean(PLAIN_EVERY)
         """What those gained a row."""
 
@@ -76,11 +76,11 @@ class Realised:
     """Learns from rounds, objects to drafting."""
 
     def __init__(self) -> None:
-        self._by_rows: dict[int, _Rounds] = {}
+        self._by_size: dict[int, _Rounds] = {}
 
     def objection(self, num_rows: int) -> str | None:
         """Why the next round of so many rows must not draft; None: it may. Counts the round."""
-        found = self._by_rows.get(num_rows)
+        found = self._by_size.get(num_rows.bit_length())
         if found is None:
             return None
         if found.rest:
@@ -90,20 +90,20 @@ class Realised:
             return "to time a plain step"
         return None
 
-    def observe(self, round_: RoundCost, kept: int, gained: float) -> None:
-        """Takes in a round of rows that decode, without a prompt; `kept`: drafted tokens that it
-        scored, `gained`: what those accepted count."""
-        num_rows = round_.num_rows
-        found = self._by_rows.get(num_rows)
+    def observe(self, round_: RoundCost, plain_s: float, kept: int, gained: float) -> None:
+        """Takes in a round of rows that decode, without a prompt. `plain_s`: what a plain one is
+        believed to take; `kept`: drafted tokens that it scored; `gained`: what those accepted count."""
+        size = round_.num_rows.bit_length()
+        found = self._by_size.get(size)
         if found is None:
-            found = self._by_rows[num_rows] = _Rounds()
+            found = self._by_size[size] = _Rounds()
         if kept:
             found.since_plain += 1
-            found.gained.add(gained / num_rows)
-            found.drafted.add_seconds(round_.seconds + round_.propose_seconds)
+            found.gained.add(gained / round_.num_rows)
+            found.drafted.add_seconds((round_.seconds + round_.propose_seconds) / plain_s)
         else:
             found.since_plain = 0
-            found.plain.add_seconds(round_.seconds)
+            found.plain.add_seconds(round_.seconds / plain_s)
         if found.plain.num and found.drafted.num >= TOGETHER:
             slower = found.drafted.value / found.plain.value
             found.faster.add(math.log((1.0 + found.gained.value) / slower))

@@ -7,6 +7,7 @@ Makespan runs from submission to the last token, prompts included; plain and spe
 the same seeds.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ class Makespan:
     counters: SpecCounters = field(default_factory=SpecCounters)
     """Of the speculative steps."""
     lengths: list[int] = field(default_factory=list)
+    price: float = math.nan
+    """Chance of acceptance at which a drafted token was worth its time, mean over the rounds."""
 
     @property
     def speedup(self) -> float:
@@ -49,15 +52,19 @@ class Makespan:
             "tokens_per_target_step": self.counters.tokens_per_target_step,
             "acceptance_rate": self.counters.acceptance_rate,
             "lengths": sorted(self.lengths),
+            "price": None if math.isnan(self.price) else self.price,
         }
 
 
 def text(step: dict[str, Any]) -> list[str]:
     """For people."""
-    return [
+    line = (
         f"makespan of {NUM_PROMPTS} x {NUM_SAMPLES} rollouts of up to {MAX_TOKENS} tokens: "
         f"{step['speedup']:.2f}x plain, {step['tokens_per_target_step']:.2f} tokens per target step"
-    ]
+    )
+    if step["price"] is not None:
+        line += f"; a drafted token was worth its time from a chance of {step['price']:.2f} on"
+    return [line]
 
 
 def measure(
@@ -94,4 +101,7 @@ def measure(
         for sample in took[False][1]:
             made.counters.add(sample.counters)
             made.lengths.append(len(sample.token_ids))
+    sums = drafting.gauges()
+    if sums["draft/rounds"]:
+        made.price = sums["draft/price"] / sums["draft/rounds"]
     return made

@@ -207,7 +207,9 @@ def test_whole_steps_tell_the_median_of_their_pairs() -> None:
     made = bench_makespan.Makespan([2.0, 3.0], [1.0, 1.0], counters, [3, 1])
     told = made.to_json()
     assert (told["speedup"], told["tokens_per_target_step"], told["lengths"]) == (2.5, 3, [1, 3])
-    assert len(bench_makespan.text(told)) == 1
+    assert told["price"] is None and "chance" not in bench_makespan.text(told)[0]
+    made.price = 0.8
+    assert "from a chance of 0.80 on" in bench_makespan.text(made.to_json())[0]
 
 
 def alone(rounds: int, accepted: int, seconds: float) -> bench_alone.Run:

@@ -26,7 +26,7 @@ def decoded(live: list[Row], *, kept: int, accepted: int, seconds: float = STEP_
 
 def see(realised: Realised, round_: RoundCost) -> None:
     """A round whose tokens count the same."""
-    realised.observe(round_, round_.num_kept, round_.num_accepted)
+    realised.observe(round_, STEP_S, round_.num_kept, round_.num_accepted)
 
 
 def test_a_plain_step_is_timed_among_rounds_that_draft() -> None:
@@ -107,7 +107,9 @@ def test_tokens_that_nobody_waits_for_are_no_gain() -> None:
     see(realised, decoded(live, kept=0, accepted=0))
     for _ in range(TOGETHER):
         assert realised.objection(4) is None
-        realised.observe(decoded(live, kept=4, accepted=4, seconds=1.5 * STEP_S), 4, gained=0.4)
+        realised.observe(
+            decoded(live, kept=4, accepted=4, seconds=1.5 * STEP_S), STEP_S, 4, gained=0.4
+        )
     assert realised.objection(4) == "drafting has lost by the clock"
 
 
@@ -135,9 +137,21 @@ def test_drafting_that_gained_rests_no_longer_than_the_first_time() -> None:
     assert lose() == REST
 
 
+def test_rounds_of_about_as_many_rows_are_judged_together() -> None:
+    """As a batch drains: rows end, and a plain round takes less and less."""
+    realised = Realised()
+    for num in range(15, 7, -1):
+        live, plain_s = rows(num), STEP_S * num
+        for kept in (0, 4):
+            assert realised.objection(num) is None
+            took = plain_s * (1.0 if not kept else 1.3)
+            realised.observe(decoded(live, kept=kept, accepted=0, seconds=took), plain_s, kept, 0.0)
+    assert [bool(realised.objection(num)) for num in (7, 8, 15, 16)] == [False, True, True, False]
+
+
 def test_a_probe_is_not_held_against_drafting() -> None:
     chooser, live = AdaptiveDraftLen(4), rows(4)
-    chooser._realised.observe(decoded(live, kept=0, accepted=0), 0, 0.0)
+    chooser._realised.observe(decoded(live, kept=0, accepted=0), STEP_S, 0, 0.0)
     chooser._probed = live[0].serial
     chooser._asked = {live[0].serial}
     for _ in range(4 * PLAIN_EVERY):
