@@ -2,14 +2,15 @@
 
 A thin client of the controller process. Weights are packed and quantised once, here in the learner's
 process, and travel through the object store; the controller keeps its own copy of the current
-version, so that a replaced actor gets it also when the learner is gone.
+version, so that a replaced actor gets it also when the learner is gone. Or they go from GPU to GPU by
+vLLM's own back-ends (`EngineSpec.weight_transfer`), and no copy is kept.
 """
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -22,10 +23,14 @@ from actors.member import first_line
 from actors.metrics import ClusterSnapshot, Publication
 from actors.ray_session import start_ray
 from actors.rollout_actor import ActorInfo
+from actors.vllm.support import check_version, installed_version
 from actors.weights import WeightPublisher, as_tensor, to_arrays
 from rollout.errors import FleetDead, RolloutError, RolloutTimeout
 from rollout.request import RolloutRequest, RolloutSample
 from rollout.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from actors.vllm.pass_through import WeightSender
 
 CONTROL_TIMEOUT_S = 60.0
 """Limit for calls that only read or write the controller's state."""
@@ -37,6 +42,7 @@ class RolloutCluster:
     def __init__(self, controller: Any, config: ClusterConfig, *, owned: bool) -> None:
         self._controller, self.config, self._owned = controller, config, owned
         self._publisher = WeightPublisher(config.engine, tokenise_probe(config))
+        self._sender: WeightSender | None = None
 
     @staticmethod
     def launch(config: ClusterConfig, *, name: str | None = None) -> "RolloutCluster":
@@ -113,14 +119,39 @@ class RolloutCluster:
         """Packs named weights and puts them in force on every actor, with those that draft, `draft`:
         an MTP head or vLLM's draft model (None: the last ones again). Raises InvalidWeights and
         leaves the old version whole."""
-        started = time.time()
+        started, limit = time.time(), self._publish_limit_s
+        sender = self._open_sender()
         named = list(weights)
         update = self._publisher.pack(version, named, draft)
-        begun = self._controller.begin.remote([ray.put(update)], version)
+        told = update if sender is None else update.announced()
+        begun = self._controller.begin.remote([ray.put(told)], version)
         reference = self._publisher.reference(named)  # while the actors build theirs
-        self._ask(begun, self._publish_limit_s)
-        commit = self._controller.commit.remote(version, reference, started)
-        return self._ask(commit, self._publish_limit_s)
+        self._ask(begun, limit)
+
+        def commit(sent: dict[str, Any] | None = None) -> Publication:
+            call = self._controller.commit.remote(version, reference, started, sent)
+            return self._ask(call, limit)
+
+        return commit() if sender is None else sender.send(update.views(), commit)
+
+    def _open_sender(self) -> "WeightSender | None":
+        """What sends weights that do not go through shared memory. Raises InvalidConfig where this
+        process cannot."""
+        spec, limit = self.config.engine, self._publish_limit_s
+        if spec.keeps_weights or (self._sender is not None and self._sender.is_open):
+            return self._sender
+        check_version(installed_version())
+        from actors.vllm.pass_through import WeightSender
+
+        self._sender = WeightSender(
+            spec,
+            self.config.num_actors,
+            host=ray.util.get_node_ip_address(),  # loopback where Ray is on this machine only
+            gpus=[gpu for actor in self.actors() for gpu in actor.gpus],
+            join=lambda infos: self._ask(self._controller.join.remote(infos), limit),
+            limit_s=limit,
+        )
+        return self._sender
 
     @property
     def _publish_limit_s(self) -> float:
@@ -164,6 +195,8 @@ class RolloutCluster:
 
     def shutdown(self) -> None:
         """Ends the fleet and its controller; a connected client only lets go."""
+        if self._sender is not None:
+            self._sender.close()
         if not self._owned:
             return
         self._owned = False

@@ -53,5 +53,10 @@ class ClusterConfig:
         for name in ("num_actors", "cpus_per_actor", "groups_per_step"):
             if getattr(self, name) < 1:
                 raise InvalidConfig(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.engine.weight_transfer == "ipc" and self.num_actors > 1:
+            raise InvalidConfig(
+                f"weight_transfer=ipc with num_actors={self.num_actors}: memory is shared on the "
+                "learner's GPU, where one actor is; set num_actors=1, or weight_transfer=nccl"
+            )
         if self.max_staleness < 0:
             raise InvalidConfig(f"max_staleness={self.max_staleness}: expected at least 0")

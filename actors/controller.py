@@ -36,6 +36,10 @@ COLLECT_S = 0.5
 POLL_S = 0.1
 PROPOSER_GAUGES = ("draft", "history", "ngram", "draft_model", "self_draft", "mtp")
 """First part of the gauges that snapshots carry."""
+NO_COPY = (
+    "; nobody keeps weights that are sent from GPU to GPU, for another actor to start from: resume "
+    "from the run's checkpoint"
+)
 PREFETCH = 1.5
 """Requests a member holds at most, in units of its slots."""
 
@@ -58,6 +62,8 @@ class _Update:
     version: int
     reference: np.ndarray
     started: float
+    sent: dict[str, Any] | None
+    """How it arrives, where it was only announced: then nobody keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +240,15 @@ class Controller:
             retired, self._retired = self._retired, []
             return retired
 
+    def join(self, infos: Sequence[dict[str, Any]]) -> None:
+        """Every member opens its end of the learner's transfer (`actors.vllm.pass_through`)."""
+        with self._publishing:
+            self._check()
+            members, limit = self._serving(), self._config.publish_timeout_s
+            own = dict(zip((member.name for member in members), infos, strict=True))
+            self._on_all(members, lambda m: m.handle.join.remote(own[m.name], limit))
+            self._check()
+
     def begin(self, boxed_update: Sequence[Any], version: int) -> None:
         """First half of a publish: every serving member builds the update beside what it runs. One
         that refuses it fails it for all: the old version stays whole."""
@@ -250,7 +265,13 @@ class Controller:
             )
             self._begun = _Begun(own, version, begun)
 
-    def commit(self, version: int, reference: np.ndarray, started: float) -> Publication:
+    def commit(
+        self,
+        version: int,
+        reference: np.ndarray,
+        started: float,
+        sent: dict[str, Any] | None = None,
+    ) -> Publication:
         """Second half: all members swap between two rounds. One that dies or stalls is fenced off
         and replaced; when it was the last, the call waits for its replacement. Then members tell each
         other what their proposers learned."""
@@ -259,7 +280,7 @@ class Controller:
             if self._begun is None or self._begun.version != version:
                 raise InvalidWeights(f"version {version} was not begun")
             begun, self._begun = self._begun, None
-            self._update = _Update(begun.reference, version, reference, started)
+            self._update = _Update(begun.reference, version, reference, started, sent)
             limit = self._config.publish_timeout_s
             late = [m for m in self._serving() if m.name not in begun.answers]
             begun.answers.update(
@@ -276,7 +297,11 @@ class Controller:
         assert self._update is not None
         config, update = self._config, self._update
         return member.handle.commit.remote(
-            update.version, update.reference, config.in_flight, config.publish_timeout_s
+            update.version,
+            update.reference,
+            config.in_flight,
+            config.publish_timeout_s,
+            update.sent,
         )
 
     def _serving(self) -> list[Member]:
@@ -287,6 +312,7 @@ class Controller:
         limit = self._config.start_timeout_s + self._config.publish_timeout_s
         deadline = time.monotonic() + limit
         with self._changed:
+            self._check()
             while self._publication is None or self._publication.version != version:
                 self._check()
                 if not self._changed.wait(deadline - time.monotonic()):
@@ -579,10 +605,12 @@ class Controller:
             self._reissue([assigned.request for assigned in member.assigned.values()])
             self._restarts += 1
             self._last_loss = f"{member.name}: {reason}"
-            exhausted = self._restarts > self._config.max_restarts
-            if exhausted and not any(m.serving for m in self._members.values()):
+            keeps_weights = self._config.engine.keeps_weights
+            exhausted = not keeps_weights or self._restarts > self._config.max_restarts
+            if exhausted and not (keeps_weights and any(m.serving for m in self._members.values())):
                 self._failure = FleetDead(
                     f"{self._restarts} actors were lost, the last one {member.name}: {reason}"
+                    + ("" if keeps_weights else NO_COPY)
                 )
             self._dispatch()
             self._changed.notify_all()

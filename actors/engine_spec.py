@@ -12,7 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from actors.calibration import calibration_ids
 from actors.vllm.layout import pack_for_vllm
-from actors.vllm.support import VLLM_DRAFTERS, check_spec, check_version, installed_version
+from actors.vllm.support import (
+    VLLM_DRAFTERS,
+    check_spec,
+    check_transfer,
+    check_version,
+    installed_version,
+)
 from proposers.draft_model import DraftModelProposer
 from proposers.history import HistoryProposer
 from proposers.history_law import Draw
@@ -59,6 +65,7 @@ ProposerName = Literal[
     "vllm_eagle",
     "vllm_eagle3",
 ]
+TransferName = Literal["shared_memory", "nccl", "ipc"]
 KernelsName = Literal["auto", "compiled", "torch"]
 FOLDER_PROPOSERS = ("draft_model", *VLLM_DRAFTERS)
 """Those that draft with the weights of a folder."""
@@ -113,6 +120,10 @@ class EngineSpec:
     tensor_parallel: int = 1
     """Workers of engine=vllm that the model is split over, processes of one machine; on GPUs each has
     its own, on a CPU its share of the threads."""
+    weight_transfer: TransferName = "shared_memory"
+    """How weights get to the actors: through Ray and shared memory, or with engine=vllm from GPU to GPU
+    by vLLM's own back-ends: nccl, or ipc for one actor on the learner's GPU. Those two have not yet run
+    on a GPU."""
 
     def __post_init__(self) -> None:
         if self.engine != "native":
@@ -130,6 +141,8 @@ class EngineSpec:
                 f"tensor_parallel={self.tensor_parallel} with engine={self.engine}: only engine=vllm "
                 "splits a model over workers; set that, or tensor_parallel=1"
             )
+        if not self.keeps_weights:
+            check_transfer(self)
         if not 0 <= self.smoothing <= 1:
             raise InvalidConfig(f"smoothing={self.smoothing}: expected a number from 0 to 1")
         if self.max_round_tokens < 1:
@@ -163,6 +176,11 @@ class EngineSpec:
                 f"proposer={self.proposer} without mtp_head: name a head's file; `rollout train-mtp` "
                 "makes one"
             )
+
+    @property
+    def keeps_weights(self) -> bool:
+        """The weights in force are kept by the controller, for actors to come."""
+        return self.weight_transfer == "shared_memory"
 
     @property
     def has_head(self) -> bool:

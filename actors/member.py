@@ -71,6 +71,8 @@ class Member:
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """An error in one line; of one that came by Ray, the error that was raised."""
+    if isinstance(error, RayTaskError):
+        error = error.cause
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 
 from actors.engine_loop import EngineLoop, LoopReport
 from actors.engine_spec import EngineSpec, make_engine, make_policy
-from actors.weights import WeightUpdate, as_tensor, to_arrays
+from actors.weights import AnnouncedUpdate, WeightUpdate, as_tensor, to_arrays
 from quant.drift import Drift, measure_drift
 from rollout.engine import EngineLimits, InFlight, Probing
 from rollout.errors import InvalidWeights
@@ -36,6 +36,8 @@ class ActorInfo:
     limits: EngineLimits
     remembers: bool
     """Its proposer has a memory that can be shared."""
+    gpus: tuple[str, ...] = ()
+    """Physical ones, of an actor that weights come to from another (`EngineSpec.weight_transfer`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +87,28 @@ class RolloutActor:
             torch.get_num_threads(),
             self._engine.limits,
             remembers=self._engine.memory is not None,
+            gpus=() if spec.keeps_weights else self._receiver.gpus(),
         )
+
+    @property
+    def _receiver(self) -> Any:
+        """The engine, where weights are sent to it: then it is vLLM's."""
+        return self._engine
 
     def info(self) -> ActorInfo:
         return self._info
 
-    def begin(self, update: WeightUpdate, timeout_s: float) -> Begun:
+    def join(self, init_info: dict[str, Any], timeout_s: float) -> None:
+        """Opens this end of a transfer by which the learner sends weights; see
+        `actors.vllm.pass_through`."""
+        self._loop.call(lambda: self._receiver.join(init_info), timeout_s)
+
+    def begin(self, update: WeightUpdate | AnnouncedUpdate, timeout_s: float) -> Begun:
         """Builds an update beside the weights in force and runs the probe on it, between two
         rounds."""
         return self._loop.call(lambda: self._build(update), timeout_s)
 
-    def _build(self, update: WeightUpdate) -> Begun:
+    def _build(self, update: WeightUpdate | AnnouncedUpdate) -> Begun:
         prepared = self._engine.prepare(update.tensors())
         logits = None if self._probe is None else self._probe.logits(prepared)
         if logits is not None and not bool(logits.isfinite().all()):
@@ -110,16 +123,22 @@ class RolloutActor:
         )
 
     def commit(
-        self, version: int, reference: np.ndarray, in_flight: InFlight, timeout_s: float
+        self,
+        version: int,
+        reference: np.ndarray,
+        in_flight: InFlight,
+        timeout_s: float,
+        sent: dict[str, Any] | None = None,
     ) -> Committed:
         """Puts a begun update in force between two rounds, and compares its probe with
-        full precision's log-probabilities [N, V]."""
+        full precision's log-probabilities [N, V]; `sent` is how one arrives that was announced."""
         if version not in self._prepared:
             raise InvalidWeights(f"version {version} was not begun on {self._info.name}")
         prepared = self._prepared.pop(version)
+        weights = prepared.weights if sent is None else replace(prepared.weights, sent=sent)
         started = time.perf_counter()
         self._loop.load(
-            prepared.weights,
+            weights,
             version=version,
             digest=prepared.digest,
             in_flight=in_flight,

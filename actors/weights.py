@@ -2,7 +2,7 @@
 
 The learner's process packs and quantises once, digests, and puts one object; every actor maps it
 without a copy. Torch tensors travel as numpy arrays (those are what the store shares), bf16 as its
-bits.
+bits. Where they are sent from GPU to GPU an update is announced through the store, without them.
 """
 
 import warnings
@@ -36,12 +36,36 @@ class WeightUpdate:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The packed tensors, sharing the arrays' memory. Raises InvalidWeights when their digest
         is not the update's."""
-        tensors = {name: as_tensor(array, self.dtypes[name]) for name, array in self.arrays.items()}
+        tensors = self.views()
         if (got := digest(tensors)) != self.digest:
             raise InvalidWeights(
                 f"version {self.version} arrived with digest {got}, sent as {self.digest}"
             )
         return tensors
+
+    def views(self) -> dict[str, torch.Tensor]:
+        """The packed tensors as they are, sharing the arrays' memory."""
+        return {name: as_tensor(array, self.dtypes[name]) for name, array in self.arrays.items()}
+
+    def announced(self) -> "AnnouncedUpdate":
+        """What there is to know of it before it is sent."""
+        return AnnouncedUpdate(
+            self.version, self.digest, {name: t.to("meta") for name, t in self.views().items()}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedUpdate:
+    """A packed version that is sent from GPU to GPU (`actors.vllm.pass_through`)."""
+
+    version: int
+    digest: str
+    """As packed: nobody works it out again where the tensors arrive."""
+    described: dict[str, torch.Tensor]
+    """On the meta device: names, dtypes and shapes."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.described
 
 
 def to_arrays(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -95,6 +119,11 @@ class WeightPublisher:
 
     def _packed_draft(self, draft: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         spec = self._spec
+        if not spec.keeps_weights:
+            raise InvalidWeights(
+                f"weights that draft with weight_transfer={spec.weight_transfer}: only the policy's "
+                "are sent; publish without them, or set weight_transfer=shared_memory"
+            )
         if spec.proposer == "vllm_draft_model" and spec.draft_model is not None:
             cpu = [(name, tensor.detach().cpu()) for name, tensor in draft.items()]
             return pack_draft(cpu, Path(spec.draft_model), spec.torch_dtype)

@@ -139,6 +139,15 @@ class ActorsConfig:
         "Workers that an actor's model is split over with engine=vllm, on one machine: each takes a "
         "GPU where model.device is cuda, else its share of actors.cpus.",
     )
+    weight_transfer: str = option(
+        "shared_memory",
+        "How weights get to the actors: shared_memory, or with engine=vllm from the learner's GPU by "
+        "vLLM's own back-ends: nccl, or ipc for one actor on that GPU. nccl and ipc are not yet run on "
+        "a GPU, and an actor that is lost ends the cluster.",
+        "shared_memory",
+        "nccl",
+        "ipc",
+    )
     slots: int = option(32, "Rows an actor generates at the same time.")
     max_cached_tokens: int | None = option(
         None,
@@ -423,8 +432,8 @@ def check_config(config: RunConfig) -> None:
     if not 0 <= config.smoothing <= 1:
         raise InvalidConfig(f"smoothing={config.smoothing}: expected a number from 0 to 1")
     _check_drafting(config)
-    # Refuses what the engine cannot serve; where a run begins a head there is a file by then.
-    engine_spec(begin_head(config, Path(OWN_HEAD)) or config, Path(config.model.path))
+    # Refuses what the fleet cannot serve; where a run begins a head there is a file by then.
+    cluster_config(begin_head(config, Path(OWN_HEAD)) or config, Path(config.model.path))
     if config.sampling.temperature == 0:
         raise InvalidConfig(
             "sampling.temperature=0: a group of greedy rollouts is one rollout and teaches "
@@ -581,10 +590,11 @@ def _own_cores(config: RunConfig) -> bool:
 def cluster_config(
     config: RunConfig, model_folder: Path, probe_texts: tuple[str, ...] | None = None
 ) -> ClusterConfig:
-    """The fleet."""
+    """The fleet; its engines alone have weights sent to them from another process."""
     actors = config.actors
+    way: Any = actors.weight_transfer  # checked against its choices
     fleet = ClusterConfig(
-        engine=engine_spec(config, model_folder),
+        engine=replace(engine_spec(config, model_folder), weight_transfer=way),
         num_actors=actors.num,
         cpus_per_actor=actors.cpus,
         own_cores=_own_cores(config),

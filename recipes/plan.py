@@ -208,20 +208,24 @@ def measure_read_bandwidth() -> float:
 
 def place(config: RunConfig, nodes: Nodes, weights_bytes: float) -> Placement:
     """Every actor gets `actors.cpus` cores, and where `model.device` is cuda the GPUs that its model is
-    split over, all of one node."""
+    split over, all of one node; a learner that sends by NCCL has a GPU that no actor has."""
     actors, num_gpus = config.actors, _num_gpus(config)
     cores = nodes.cpus or (os.cpu_count() or 1)
-    fit = cores // actors.cpus
+    fit = beside_learner = cores // actors.cpus
     needs, has = (
         f"{actors.num} actors of {actors.cpus} cores",
         f"{nodes.num} nodes of {cores} cores",
     )
     if num_gpus:
+        sends = actors.weight_transfer == "nccl"
+        beside_learner = min(fit, max(0, nodes.gpus - sends) // num_gpus)
         fit = min(fit, nodes.gpus // num_gpus)
         needs += f" and {num_gpus} GPUs of one node" if num_gpus > 1 else " and a GPU"
+        needs += ", and a GPU for the learner," if sends else ""
         has += f" and {nodes.gpus} GPUs"
-    if actors.num > fit * nodes.num:
-        return Placement(False, f"{needs} do not fit on {has}, which hold {fit * nodes.num}")
+    held = fit * (nodes.num - 1) + beside_learner
+    if actors.num > held:
+        return Placement(False, f"{needs} do not fit on {has}, which hold {held}")
     if nodes.num > 1 and config.actors.address is None:
         return Placement(
             False,

@@ -4,6 +4,7 @@ engine           vLLM behind the engine protocol
 executor         its workers as processes, where a model is split over several
 launch           vLLM's engine with our plug-in, in this process
 layout           weights as vLLM reads them, and a checkpoint in W8A8
+pass_through     new weights from GPU to GPU, by vLLM's own back-ends
 patches          what is repaired in vLLM itself, until upstream has done the same
 proposer         our proposers where vLLM drafts
 ranks            which of several workers has the rows, and what it tells the others
@@ -22,6 +23,7 @@ __all__ = [
     "executor",
     "launch",
     "layout",
+    "pass_through",
     "patches",
     "proposer",
     "ranks",

@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
 
 from actors.engine_spec import EngineSpec, make_compile_grammar, make_decode
 from actors.vllm.launch import launch, retire
 from actors.vllm.layout import check_update, layout, split_update
+from actors.vllm.pass_through import AnnouncedWeights
 from actors.vllm.shared_update import StagedUpdate, write_update
 from actors.vllm.support import installed_version
 from actors.vllm.verifier import TICKET
@@ -55,6 +57,14 @@ class StagedWeights:
         """Who computes what."""
         return {"blocks": f"vLLM {self.version_of_vllm}"}
 
+    def put_in_force(self, core: LLMEngine, version: str) -> None:
+        swap_weights(core, self.staged, version)
+        if self.draft is not None:
+            swap_weights(core, self.draft, "", draft=True)
+
+
+Prepared = StagedWeights | AnnouncedWeights
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -72,7 +82,7 @@ class _Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    weights: StagedWeights
+    weights: Prepared
     version: int
     digest: str
     in_flight: InFlight
@@ -199,12 +209,16 @@ class VllmEngine:
 
     # ---- weights --------------------------------------------------------------------------
 
-    def prepare(self, weights: Mapping[str, torch.Tensor]) -> StagedWeights:
-        """The update in shared memory, read and checked by every worker. Raises InvalidWeights."""
+    def prepare(self, weights: Mapping[str, torch.Tensor]) -> Prepared:
+        """The update in shared memory, read and checked by every worker; or what was announced of one
+        that another back-end brings, checked. Raises InvalidWeights."""
         own, draft = split_update(weights)
         check_update(own, self._layout)
         if draft and self._spec.proposer != "vllm_draft_model":
             raise InvalidWeights(f"weights of a draft model for proposer={self._spec.proposer}")
+        if not self._spec.keeps_weights:
+            assert not draft, "refused where it is packed"
+            return AnnouncedWeights(own, installed_version())
         staged = self._stage(own)
         staged_draft = self._stage(draft, draft=True) if draft else None
         return StagedWeights(staged, staged_draft, installed_version())
@@ -214,10 +228,17 @@ class VllmEngine:
         check_staged(self._core, staged, draft=draft)
         return staged
 
-    def load(
-        self, prepared: StagedWeights, *, version: int, digest: str, in_flight: InFlight
-    ) -> None:
+    def load(self, prepared: Prepared, *, version: int, digest: str, in_flight: InFlight) -> None:
         self._due = _Load(prepared, version, digest, in_flight)
+
+    def gpus(self) -> tuple[str, ...]:
+        """Of the workers."""
+        return tuple(self._answers("rollout_gpu", (), everywhere=True))
+
+    def join(self, init_info: dict[str, Any]) -> None:
+        """Opens this end of a transfer whose sender waits (`actors.vllm.pass_through`), instead of one
+        before. Raises InvalidConfig."""
+        self._ask_all("rollout_join", init_info)
 
     @property
     def load_is_due(self) -> bool:
@@ -230,9 +251,7 @@ class VllmEngine:
             return
         flights = list(self._flying.values())
         self._recall(flights)
-        swap_weights(self._core, due.weights.staged, str(due.version))
-        if due.weights.draft is not None:
-            swap_weights(self._core, due.weights.draft, "", draft=True)
+        due.weights.put_in_force(self._core, str(due.version))
         self._ask("rollout_publish", due.version, due.digest)
         self.version, self._due = due.version, None
         if due.in_flight == "abort":

@@ -101,6 +101,7 @@ def engine_args(spec: EngineSpec) -> EngineArgs:
     on_cpu, num_workers = spec.device == "cpu", spec.tensor_parallel
     _check_workers(spec)
     block = CPU_BLOCK if on_cpu else GPU_BLOCK
+    backend = BACKEND if spec.keeps_weights else spec.weight_transfer
     return EngineArgs(
         model=str(start_folder(spec)),
         skip_tokenizer_init=True,
@@ -121,7 +122,7 @@ def engine_args(spec: EngineSpec) -> EngineArgs:
         distributed_executor_backend=RankExecutor if num_workers > 1 else None,
         disable_log_stats=True,
         worker_extension_cls="actors.vllm.worker.RolloutWorker",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=backend),
         speculative_config=speculation(spec),
     )
 

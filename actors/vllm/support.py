@@ -70,3 +70,18 @@ def check_spec(spec: "EngineSpec") -> None:
     for sentence, is_wrong in wrong.items():
         if is_wrong:
             raise InvalidConfig(f"engine=vllm with {sentence}; or use engine=native")
+
+
+def check_transfer(spec: "EngineSpec") -> None:
+    """Raises InvalidConfig for a back-end of vLLM's that cannot bring weights to such an engine."""
+    word = f"weight_transfer={spec.weight_transfer}"
+    wrong = {
+        f"engine={spec.engine}: it is a back-end of engine=vllm": spec.engine != "vllm",
+        f"device={spec.device}: it goes from GPU to GPU": not spec.device.startswith("cuda"),
+        f"tensor_parallel={spec.tensor_parallel}: the learner shares one GPU with one worker": (
+            spec.weight_transfer == "ipc" and spec.tensor_parallel > 1
+        ),
+    }
+    for sentence, is_wrong in wrong.items():
+        if is_wrong:
+            raise InvalidConfig(f"{word} with {sentence}; or use weight_transfer=shared_memory")

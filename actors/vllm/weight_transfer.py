@@ -46,6 +46,7 @@ __all__ = [
     "WeightTransferWorker",
     "check_staged",
     "probe_logprobs",
+    "put_in_force",
     "register",
     "swap_weights",
     "write_update",
@@ -178,8 +179,15 @@ def swap_weights(
     follow; `draft` sends it to the draft model of vLLM's own speculation, whose version has no name.
     Raises InvalidWeights, and changes nothing, for an update that `check_staged` would refuse."""
     check_staged(engine, staged, draft=draft)
+    put_in_force(engine, {"path": str(staged.path)}, version, draft=draft)
+
+
+def put_in_force(
+    engine: LLMEngine, update_info: dict[str, Any], version: str, *, draft: bool = False
+) -> None:
+    """One whole update by the back-end that the engine was started with."""
     engine.collective_rpc("start_draft_weight_update" if draft else "start_weight_update")
-    engine.collective_rpc("update_weights", kwargs={"update_info": {"path": str(staged.path)}})
+    engine.collective_rpc("update_weights", kwargs={"update_info": update_info})
     engine.collective_rpc("finish_weight_update")
     if not engine.reset_prefix_cache(reset_running_requests=True):
         raise RuntimeError("vLLM kept keys and values of the weights before; end this engine")

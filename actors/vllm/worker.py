@@ -4,7 +4,7 @@ Arguments and answers are plain objects, so that a worker may be in another proc
 split over several workers, each has our law in place and the one that leads has the rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from actors.engine_spec import (
     num_ids,
 )
 from actors.vllm.executor import end_with_parent
+from actors.vllm.pass_through import check_joined, gpu_of
 from actors.vllm.proposer import RowProposer
 from actors.vllm.ranks import leads, num_ranks
 from actors.vllm.rounds import Parts, Rounds
@@ -49,6 +50,9 @@ class RolloutWorker(WeightTransferWorker):
     """Every name begins with `rollout_`, so that none is vLLM's."""
 
     model_runner: Any
+    device: torch.device
+    init_weight_transfer_engine: Callable[[dict[str, Any]], None]
+    shutdown_weight_transfer_engine: Callable[[], None]
     rollout_spec: EngineSpec
     rollout_whole: Parts
     """As the spec has them."""
@@ -86,6 +90,15 @@ class RolloutWorker(WeightTransferWorker):
             runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens
             if rounds is not None and isinstance(runner.drafter, RowProposer):
                 runner.drafter.bind(runner, rounds)
+
+    def rollout_gpu(self) -> str:
+        return gpu_of(self.device)
+
+    def rollout_join(self, init_info: dict[str, Any]) -> None:
+        """On every rank. Raises InvalidConfig."""
+        self.shutdown_weight_transfer_engine()
+        self.init_weight_transfer_engine(init_info)
+        check_joined(self.weight_transfer_engine)
 
     def rollout_add(self, ticket: int, request: RolloutRequest) -> None:
         self.rollout_rounds.add(ticket, request)

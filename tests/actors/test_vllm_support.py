@@ -43,6 +43,43 @@ def test_only_our_vllm_engine_splits_a_model(engine: Any) -> None:
         EngineSpec("folder", **FULL, tensor_parallel=0)
 
 
+ON_GPU: dict[str, Any] = FULL | {"device": "cuda", "weight_transfer": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"engine": "native"},
+            "weight_transfer=nccl with engine=native: it is a back-end of engine",
+        ),
+        ({"engine": "vllm_stock"}, "with engine=vllm_stock"),
+        ({"device": "cpu"}, "weight_transfer=nccl with device=cpu: it goes from GPU to GPU"),
+        (
+            {"weight_transfer": "ipc", "tensor_parallel": 2},
+            "weight_transfer=ipc with tensor_parallel=2: the learner shares one GPU",
+        ),
+    ],
+)
+def test_what_vllms_back_ends_cannot_bring_weights_to_is_refused(
+    fields: dict[str, Any], named: str
+) -> None:
+    assert not EngineSpec("folder", **ON_GPU, tensor_parallel=2).keeps_weights
+    assert EngineSpec("folder", **FULL).keeps_weights
+    with pytest.raises(InvalidConfig, match=named):
+        EngineSpec("folder", **ON_GPU | fields)
+
+
+def test_memory_is_shared_with_one_actor() -> None:
+    spec = EngineSpec("folder", **ON_GPU | {"weight_transfer": "ipc"})
+    assert ClusterConfig(spec).num_actors == 1
+    assert ClusterConfig(EngineSpec("folder", **ON_GPU), num_actors=2).num_actors == 2
+    with pytest.raises(
+        InvalidConfig, match="weight_transfer=ipc with num_actors=2: memory is shared"
+    ):
+        ClusterConfig(spec, num_actors=2)
+
+
 @pytest.mark.parametrize(
     ("proposer", "instead"),
     [("vllm_draft_model", "proposer=draft_model"), ("vllm_eagle", "engine=vllm")],

@@ -1,6 +1,7 @@
 """Weights as they travel."""
 
 import dataclasses
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,26 @@ def test_tensors_come_out_as_they_went_in(tiny_llama: Path, dtype: str, format_:
     assert tensors["model.norm.weight"].dtype == getattr(torch, dtype)
     quantised = format_ != "none"
     assert (tensors["model.embed_tokens.weight"].dtype == torch.int8) == quantised
+
+
+def test_an_announcement_has_everything_but_the_bytes(tiny_llama: Path) -> None:
+    update = publisher(tiny_llama, dtype="bfloat16").pack(3, read_weights(tiny_llama).items())
+    announced = pickle.loads(pickle.dumps(update.announced()))
+    assert (announced.version, announced.digest) == (3, update.digest)
+    sent, told = update.tensors(), announced.tensors()
+    assert list(told) == list(sent) and all(tensor.is_meta for tensor in told.values())
+    assert all((t.dtype, t.shape) == (sent[n].dtype, sent[n].shape) for n, t in told.items())
+    assert len(pickle.dumps(announced)) < update.arrays["model.embed_tokens.weight"].nbytes
+
+
+def test_only_the_policys_weights_are_sent_from_gpu_to_gpu(tiny_llama: Path) -> None:
+    fields = {"engine": "vllm", "mode": "full", "format": "none", "device": "cuda"}
+    drafting = {"proposer": "vllm_draft_model", "draft_model": str(tiny_llama)}
+    weights = read_weights(tiny_llama)
+    sent = publisher(tiny_llama, **fields, **drafting, weight_transfer="nccl")
+    sent.pack(0, weights.items())
+    with pytest.raises(InvalidWeights, match="weight_transfer=nccl: only the policy's are sent"):
+        sent.pack(1, weights.items(), weights)
 
 
 def test_a_changed_byte_is_refused(tiny_llama: Path) -> None:

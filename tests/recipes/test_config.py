@@ -17,6 +17,7 @@ from recipes.config import (
 from rollout.errors import InvalidConfig
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+VLLM_ON_GPU = ("engine=vllm", "quant=int8_w8a8", "model.device=cuda")
 
 
 def test_every_option_has_a_sentence() -> None:
@@ -79,6 +80,16 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(override: str, nearest:
         (["proposer=vllm_eagle", "engine=vllm"], r"proposer=vllm_eagle without draft\.model"),
         (["actors.tensor_parallel=2"], "tensor_parallel=2 with engine=native: only engine=vllm"),
         (["actors.tensor_parallel=0"], "actors.tensor_parallel=0: expected at least 1"),
+        (["actors.weight_transfer=rdma"], "expected one of shared_memory, nccl, ipc"),
+        (["actors.weight_transfer=nccl"], "weight_transfer=nccl with engine=native"),
+        (
+            ["actors.weight_transfer=nccl", "engine=vllm", "quant=int8_w8a8"],
+            "weight_transfer=nccl with device=cpu",
+        ),
+        (
+            ["actors.weight_transfer=ipc", *VLLM_ON_GPU, "actors.num=2"],
+            "weight_transfer=ipc with num_actors=2",
+        ),
         (["steps=0"], "steps=0: expected at least 1"),
         (["steps=many"], "steps"),
         (["sampling.temperature=0"], "one rollout"),
@@ -140,6 +151,12 @@ def test_a_split_model_reaches_the_engine() -> None:
     words = ["engine=vllm", "quant=int8_w8a8", "actors.tensor_parallel=2"]
     assert engine_spec(load_config(QUICKSTART, words), Path("m")).tensor_parallel == 2
     assert engine_spec(load_config(QUICKSTART), Path("m")).tensor_parallel == 1
+
+
+def test_a_way_for_weights_reaches_the_fleet_and_no_engine_beside_it() -> None:
+    config = load_config(QUICKSTART, ["actors.weight_transfer=nccl", *VLLM_ON_GPU])
+    assert cluster_config(config, Path("m")).engine.weight_transfer == "nccl"
+    assert engine_spec(config, Path("m")).weight_transfer == "shared_memory"
 
 
 def test_the_device_reaches_the_engine() -> None:

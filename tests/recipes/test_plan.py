@@ -203,6 +203,7 @@ def test_without_a_bandwidth_this_machine_is_measured(capsys: pytest.CaptureFixt
 
 
 SPLIT = ["engine=vllm", "quant=int8_w8a8", "model.device=cuda", "actors.tensor_parallel=4"]
+SENT = ["actors.weight_transfer=nccl"]
 
 
 def fleet(*overrides: str) -> RunConfig:
@@ -219,6 +220,7 @@ def fleet(*overrides: str) -> RunConfig:
         (["model.device=cuda"], Nodes(1, 8, 96, 1e9), "16.0 GB do not fit on a GPU of 1 GB"),
         ([*SPLIT, "actors.num=3"], Nodes(1, 8, 96, 80e9), "and 4 GPUs of one node do not fit"),
         ([*SPLIT, "actors.tensor_parallel=16"], Nodes(2, 8, 96, 80e9), "which hold 0"),
+        ([*SPLIT, *SENT, "actors.num=2"], Nodes(1, 8, 96, 80e9), "for the learner, do not fit"),
         (SPLIT, Nodes(1, 8, 96, 4e9), "16.0 GB do not fit on 4 GPUs of 4 GB"),
     ],
 )
@@ -227,6 +229,13 @@ def test_a_fleet_that_does_not_fit_is_told_why(
 ) -> None:
     placement = place(fleet(*overrides), nodes, weights_bytes=16e9)
     assert not placement.fits and said in placement.text
+
+
+def test_a_learner_that_sends_by_nccl_takes_one_gpu_of_all() -> None:
+    two_of_four = [*SPLIT, "actors.num=2", "actors.address=auto"]
+    assert place(fleet(*two_of_four), Nodes(1, 8, 96, 80e9), weights_bytes=16e9).fits
+    assert place(fleet(*two_of_four, *SENT), Nodes(1, 9, 96, 80e9), weights_bytes=16e9).fits
+    assert place(fleet(*two_of_four, *SENT), Nodes(2, 8, 96, 80e9), weights_bytes=16e9).fits
 
 
 def test_a_fleet_that_does_not_fit_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
