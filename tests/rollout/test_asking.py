@@ -72,3 +72,11 @@ def test_the_prompts_of_new_rows_are_not_held_against_drafting() -> None:
     assert asking.affords(8)
     see(asking, asked(live, 100 * STEP_S, accepted=0), cost)
     assert not asking.affords(8)
+
+
+def test_whether_asking_is_cheap_is_known_once_it_was_timed() -> None:
+    asking, cost, live = Asking(), known_cost(), rows(8)
+    see(asking, asked(live, 0.5 * STEP_S, accepted=0), cost)  # of new rows: says nothing
+    assert asking.cheap
+    see(asking, asked(live, 0.5 * STEP_S, accepted=0), cost)
+    assert not asking.cheap
