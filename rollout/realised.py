@@ -2,12 +2,15 @@
 
 Lengths are chosen by a model of costs (`rollout.step_cost`) that learns from what is tried. Where every
 round drafts, plain rounds are not, and a model that takes them for dearer than they are is never put
-right. So for each number of rows a plain round is put in now and then and compared with those that
-draft around it, since machines are now fast and now slow:
+right. So a plain round is put in now and then and compared with those that draft around it, since
+machines are now fast and now slow:
 
     (1 + what a round gained a row) * seconds of a plain round / seconds of one that drafts
 
-Where drafting has lost by more than may be chance, it rests, twice as long each time.
+Rounds of about as many rows, of as many binary digits, are judged together. Their seconds count in
+units of what a plain one of their rows is believed to take, a belief that cancels unless rows end
+between two rounds that are compared. Where drafting has lost by more than may be chance, it rests,
+twice as long each time.
 """
 
 import math

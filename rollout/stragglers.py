@@ -24,6 +24,8 @@ LEAD = 0.25
 row ends last."""
 UNSEEN_TOKENS = 256
 """Tokens without a stop that stand for what was not seen yet."""
+MOST_STOPS = 100.0
+"""Expected in the tokens that are left, above which nobody runs into a limit."""
 MEMORY = 65_536
 """Tokens after which earlier ones count half: a policy moves."""
 
@@ -47,9 +49,9 @@ class Stragglers:
         left = [row.remaining_len for row in rows]
         longest, own = max(1, *left), min(own_share, 1.0)
         stop_rate = self._stops / (self._tokens + UNSEEN_TOKENS)
-        limited = len(rows) * math.exp(-stop_rate * longest)
-        """Rows that will run into their limits."""
-        lead = LEAD * math.sqrt(longest) * (1.0 + 1.0 / limited)
+        # exp(-stop_rate * longest) of the rows run into their limits.
+        per_limited = math.exp(min(stop_rate * longest, MOST_STOPS)) / len(rows)
+        lead = LEAD * math.sqrt(longest) * (1.0 + per_limited)
         chances = [math.exp((num - longest) / lead) for num in left]
         scale = (1.0 - own) * len(rows) / sum(chances)
         return {row.serial: own + scale * chance for row, chance in zip(rows, chances)}

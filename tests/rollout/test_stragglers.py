@@ -50,6 +50,15 @@ def test_being_ahead_says_little_where_rows_stop_by_themselves() -> None:
     assert worths(stopping, behind, 0.0)[1] > 0.95
 
 
+def test_limits_that_nobody_will_ever_reach_tell_no_rows_apart() -> None:
+    stopping = Stragglers()
+    for _ in range(1000):
+        stopped = of_lengths(64)[0]
+        stopped.finish("stop", "end of text")
+        stopping.observe([Trial(stopped, 0, Draft(), 0, 9, 1)])  # every tenth token
+    assert worths(stopping, of_lengths(32_768, 30_000), 0.0) == [1.0, 1.0]
+
+
 def test_how_often_rows_stop_is_forgotten() -> None:
     stragglers = Stragglers()
     for stops, expected in ((True, 1.0), (False, 0.0)):
