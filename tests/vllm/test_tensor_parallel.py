@@ -5,7 +5,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from actors.vllm import executor, ranks
 from actors.vllm.engine import VllmEngine
 from rollout.engine import run_to_end
 from rollout.errors import ActorFailed, InvalidConfig, InvalidWeights
-from rollout.sampling import SamplingParams
 from tests.vllm.engines import (
     CONTEXT_LEN,
     full_logprobs,
@@ -26,10 +25,7 @@ from tests.vllm.engines import (
     requests,
     spec_of,
 )
-from tests.vllm.test_engine import mixed, same
-
-PLAIN = SamplingParams(max_new_tokens=24)
-Weights = Mapping[str, torch.Tensor]
+from tests.vllm.test_engine import PLAIN, Weights, mixed, same
 
 
 @pytest.fixture(scope="module")
