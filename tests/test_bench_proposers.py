@@ -159,6 +159,46 @@ def test_a_slow_spell_of_the_machine_weighs_no_more_than_its_turns(
     assert taken["adaptive"].plain_tokens == pytest.approx(10 * TURN)
 
 
+def test_a_plain_turn_that_stalls_is_no_gain_of_the_turn_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+
+    def now() -> float:
+        """Every round takes 1 s, those of plain decoding's sixth turn behind the prompts 50."""
+        seconds, plain = 0.0, 0
+        for name in log:
+            plain += name == "plain"
+            stalled = name == "plain" and 17 * TURN < plain <= 18 * TURN
+            seconds += 50.0 if stalled else 1.0
+        return seconds
+
+    monkeypatch.setattr(bench_never_loses.time, "perf_counter", now)
+    ways = {name: Way(Rounds(name, 12 * TURN, log), name) for name in ("plain", "adaptive")}  # type: ignore[arg-type]
+    taken = decode_in_turns(ways, [[1]], SamplingParams(max_new_tokens=4), seed=1)
+    assert taken["plain"].seconds == 61 * TURN
+    assert taken["adaptive"].plain_tokens == pytest.approx(12 * TURN)
+
+
+def test_every_way_has_every_cache_in_turn() -> None:
+    class Loaded:
+        weights = None
+        made = 0
+
+        def beside(self) -> "Loaded":
+            other = Loaded()
+            other.made, self.made = self.made, self.made + 1
+            return other
+
+        def engine(self, **_: Any) -> int:
+            return self.made
+
+    turns = bench_never_loses.make_ways(Loaded(), "low", [], 4)  # type: ignore[arg-type]
+    for name in turns[0]:
+        assert sorted(ways[name].engine for ways in turns) == list(range(len(turns)))  # type: ignore[type-var]
+    assert all(len({way.engine for way in ways.values()}) == len(ways) for ways in turns)
+
+
 def test_a_cell_counts_what_its_adaptive_runs_accepted() -> None:
     plain = {"plain": [took(1.0)], "plain_again": [took(1.0)]}
     told = cell_of(**plain, adaptive=[took(1.0), took(1.0)]).to_json()

@@ -407,6 +407,37 @@ def test_a_draining_batch_spends_its_tokens_on_the_rows_it_waits_for() -> None:
     assert last > max(lens[-1] for lens in evenly)
 
 
+def test_the_clock_is_told_what_accepted_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = settled(Tokens([0.75], lambda chance: chance), num_rows=4)
+    told: list[float] = []
+    monkeypatch.setattr(chooser._realised, "objection", lambda num_rows: None)
+    monkeypatch.setattr(chooser._realised, "observe", lambda *args: told.append(args[-1]))
+    ahead, last = rows(1, max_new_tokens=4)[0], rows(1, max_new_tokens=50)[0]
+    for lucky in (ahead, last):
+        lengths: list[int] = []
+        while not all(lengths) or not lengths:
+            lengths = chooser.choose([ahead, last], draining=True)
+        drafts = [Draft((1,) * n, (POINT_MASS,) * n, chances=(0.75,) * n) for n in lengths]
+        trials = tuple(
+            Trial(row, n, draft, 2, 2 * (row is lucky), 1)
+            for row, n, draft in zip((ahead, last), lengths, drafts)
+        )
+        chooser.observe(RoundCost(0.01, 1e-4, 6, True, trials))
+    assert told[0] + told[1] == pytest.approx(4.0)  # two tokens of each row, 1 in the mean
+    assert told[0] < 1.5 < 2.5 < told[1]
+
+
+def test_rows_that_stop_by_themselves_are_noticed() -> None:
+    chooser = AdaptiveDraftLen(8)
+    row = rows(1)[0]
+    row.finish("stop", "end of text")
+    for _ in range(1000):
+        chooser.observe(RoundCost(0.01, 0.0, 1, True, (Trial(row, 0, Draft(), 0, 0, 2),)))
+    behind = [*rows(1, max_new_tokens=20), *rows(1, max_new_tokens=40)]
+    worth = chooser._stragglers.worth(behind, 0.0)
+    assert worth[behind[0].serial] == pytest.approx(worth[behind[1].serial])
+
+
 # ---- trees --------------------------------------------------------------------------------
 
 

@@ -149,6 +149,33 @@ def test_rounds_of_about_as_many_rows_are_judged_together() -> None:
     assert [bool(realised.objection(num)) for num in (7, 8, 15, 16)] == [False, True, True, False]
 
 
+def test_rounds_of_fewer_rows_are_not_taken_for_faster_or_slower_ones() -> None:
+    """Plain ones of 15 rows beside drafting ones of 8, which take what a plain one of 8 would and gain,
+    or half as long again and gain nothing."""
+    for slower, gained, lost in ((1.0, 2.0, False), (1.5, 0.0, True)):
+        realised = Realised()
+        many, few = rows(15), rows(8)
+        realised.observe(
+            decoded(many, kept=0, accepted=0, seconds=15 * STEP_S), 15 * STEP_S, 0, 0.0
+        )
+        for _ in range(TOGETHER):
+            round_ = decoded(few, kept=4, accepted=0, seconds=slower * 8 * STEP_S)
+            realised.observe(round_, 8 * STEP_S, 4, gained)
+        assert bool(realised.objection(8)) == lost
+
+
+def test_drafting_that_may_or_may_not_gain_is_compared_more_often() -> None:
+    waits = []
+    for accepted in (0, 4):  # of 4 rows, at the seconds of a plain round
+        realised, live = Realised(), rows(4)
+        see(realised, decoded(live, kept=0, accepted=0))
+        waits.append(0)
+        while realised.objection(4) is None:
+            see(realised, decoded(live, kept=4, accepted=accepted))
+            waits[-1] += 1
+    assert waits == [TRIED, PLAIN_EVERY]
+
+
 def test_a_probe_is_not_held_against_drafting() -> None:
     chooser, live = AdaptiveDraftLen(4), rows(4)
     chooser._realised.observe(decoded(live, kept=0, accepted=0), STEP_S, 0, 0.0)
@@ -167,6 +194,8 @@ def test_a_machine_that_stood_still_is_not_held_against_drafting() -> None:
         stalled = 100.0 if round_ == 40 else 1.0
         see(realised, decoded(live, kept=4, accepted=3, seconds=stalled * 1.4 * STEP_S))
         assert realised.objection(4) is None
+    see(realised, decoded(live, kept=0, accepted=0))  # which all of it is compared with
+    assert realised.objection(4) is None
 
 
 def test_a_belief_that_nothing_puts_right_ends_by_the_clock() -> None:
