@@ -13,6 +13,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from rollout.engine import Engine, InFlight
 from rollout.errors import RolloutTimeout
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
@@ -56,6 +58,9 @@ class EngineLoop:
     # ---- the loop's thread ----------------------------------------------------------------
 
     def _run(self) -> None:
+        # A new thread's OpenMP has every core until torch is first asked: a step that began with one
+        # number and ends with another is an error of vLLM's attention.
+        torch.get_num_threads()
         try:
             while self._take_inbox():
                 samples = self._engine.step()

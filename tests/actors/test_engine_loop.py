@@ -1,5 +1,6 @@
 """The engine in its thread: work in, samples out, swaps between rounds, failures told."""
 
+import ctypes
 import threading
 from collections.abc import Callable
 
@@ -153,3 +154,15 @@ def test_work_between_rounds_answers_its_caller_and_its_errors_spare_the_loop() 
     loop.submit([request()])
     assert len(collect(loop, 1)) == 1
     loop.stop()
+
+
+def test_the_loop_computes_with_the_threads_of_its_process() -> None:
+    open_mp = ctypes.CDLL(None).omp_get_max_threads
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 2)
+    try:
+        loop = loop_of()
+        assert loop.call(open_mp, LIMIT_S) == before + 2
+        loop.stop()
+    finally:
+        torch.set_num_threads(before)
