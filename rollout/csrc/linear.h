@@ -34,31 +34,32 @@ enum Into { SET, ADD };
 
 template <class W>
 struct Panels {  // float32 activations, W the stored weight
-  static constexpr int inner = 1, sums = FLOAT_SUMS;
+  // Whole numbers are made floats first: that is work to share out, where others wait for memory,
+  // which few panels at a time read faster.
+  static constexpr int inner = 1, streamed = sizeof(W) == 1 ? SUMS : STREAMED_SUMS;
   using Sum = F16;
   static Sum none() { return zero(); }
   static auto weights(const W* p) { return load(p); }
   static const float* activations(const Input& in, int token) {
     return in.x + (int64_t)token * in.stride;
   }
-  template <class V>
-  static Sum accumulate(Sum s, const float* x, V w) {
-    return fma(broadcast(x), w, s);
-  }
+  static F16 spread(const float* x) { return broadcast(x); }
+  static Sum accumulate(Sum s, F16 x, F16 w) { return fma(x, w, s); }
   static F16 finish(Sum s, const Linear& m, const Input&, int, int row) {
     return m.scale ? s * load(m.scale + row) : s;
   }
 };
 
 struct IntPanels {
-  static constexpr int inner = INNER, sums = INT_SUMS;
+  static constexpr int inner = INNER, streamed = STREAMED_SUMS;
   using Sum = I16;
   static Sum none() { return zero_int(); }
   static Packed16 weights(const int8_t* p) { return load_packed(p); }
   static const Activation* activations(const Input& in, int token) {
     return in.q + (int64_t)token * in.q_stride;
   }
-  static Sum accumulate(Sum s, const Activation* x, Packed16 w) { return dot(s, x, w); }
+  static Packed16 spread(const Activation* x) { return broadcast_packed(x); }
+  static Sum accumulate(Sum s, Packed16 x, Packed16 w) { return dot(s, x, w); }
   static F16 finish(Sum s, const Linear& m, const Input& in, int token, int row) {
     if (OFFSET) s = s - load_int(m.row_sum + row);  // sum (x + 128) w - 128 sum w
     return to_float(s) * all(in.step[token]) * load(m.scale + row);
@@ -79,18 +80,38 @@ inline void tile(const Linear& m, const Input& in, const W* panels, int panel, i
   const W* w = panels + panel * panel_size;
   const auto* x = M::activations(in, token);
   const int64_t stride = M::activations(in, 1) - M::activations(in, 0);
-  for (int g = 0; g < groups; g++) {
-    repeat<P>([&](auto p) INLINED {
-      // Memory is read ahead by as much as is computed on, else the two take turns.
-      __builtin_prefetch(w + (P + p) * panel_size, 0, 2);
-      const auto weights = M::weights(w + p * panel_size);
+  const auto turn = [&]() INLINED {
+    if constexpr (ROOM_FOR_WEIGHTS) {  // an activation is loaded once for all panels
+      decltype(M::weights(w)) weights[P];
+      repeat<P>([&](auto p) INLINED { weights[p] = M::weights(w + p * panel_size); });
       repeat<T>([&](auto t) INLINED {
-        sums[p][t] = M::accumulate(sums[p][t], x + t * stride, weights);
+        const auto spread = M::spread(x + t * stride);
+        repeat<P>([&](auto p) INLINED {
+          sums[p][t] = M::accumulate(sums[p][t], spread, weights[p]);
+        });
       });
-    });
+    } else {
+      repeat<P>([&](auto p) INLINED {
+        const auto weights = M::weights(w + p * panel_size);
+        repeat<T>([&](auto t) INLINED {
+          sums[p][t] = M::accumulate(sums[p][t], M::spread(x + t * stride), weights);
+        });
+      });
+    }
     w += M::inner * LANES;
     x += M::inner;
+  };
+  // Memory is read ahead by as much as is computed on, else the two take turns.
+  const auto read_ahead = [&]() INLINED {
+    repeat<P>([&](auto p) INLINED { __builtin_prefetch(w + (P + p) * panel_size, 0, 2); });
+  };
+  constexpr int a_line = std::max(1, CACHE_LINE / (int)(M::inner * LANES * sizeof(W)));
+  int g = 0;
+  for (; g + a_line <= groups; g += a_line) {
+    read_ahead();
+    repeat<a_line>([&](auto) INLINED { turn(); });
   }
+  for (; g < groups; g++) turn();
   repeat<P>([&](auto p) INLINED {
     repeat<T>([&](auto t) INLINED {
       const int row = (panel + p) * LANES;
@@ -108,36 +129,48 @@ inline void tile(const Linear& m, const Input& in, const W* panels, int panel, i
   });
 }
 
-template <class M, class W, int T>
+// Of tiles of so many tokens, where there is room for so many sums.
+constexpr int panels_beside(int sums, int tokens) { return std::clamp(sums / tokens, 1, 4); }
+
+template <class M, class W, int T, int S>
 inline void panel_range(const Linear& m, const Input& in, int first, int last, int token, float* y,
                         int64_t y_stride, Into into) {
-  constexpr int P = std::clamp(M::sums / T, 1, 4);
+  constexpr int P = panels_beside(S, T);
   const W* panels = (const W*)m.weight;
   int panel = first;
   for (; panel + P <= last; panel += P) tile<M, W, P, T>(m, in, panels, panel, token, y, y_stride, into);
   for (; panel < last; panel++) tile<M, W, 1, T>(m, in, panels, panel, token, y, y_stride, into);
 }
 
-// Panels [first, last) for all tokens; few panels at a time, so that they are read once from memory
-// and then from the cache.
+template <class M, class W, int S>
+void run_tile(const Linear& m, const Input& in, int first, int last, int token, int tokens, float* y,
+              int64_t y_stride, Into into) {
+  switch (tokens) {
+#define CASE(T) \
+  case T: return panel_range<M, W, T, S>(m, in, first, last, token, y, y_stride, into);
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__)
+    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+#undef CASE
+  }
+}
+
+// Panels [first, last) for all tokens; of several tiles few panels at a time, so that they are read
+// once from memory and then from the cache.
 template <class M, class W>
 void run_panels(const Linear& m, const Input& in, int first, int last, int tokens, float* y,
                 int64_t y_stride, Into into) {
-  const int tiles = (tokens + M::sums - 1) / M::sums;
-  const int step = tiles == 1 ? last - first : 1;
+  if (tokens <= MOST_TOKENS) {
+    return run_tile<M, W, M::streamed>(m, in, first, last, 0, tokens, y, y_stride, into);
+  }
+  const int tiles = (tokens + MOST_TOKENS - 1) / MOST_TOKENS;
+  const int step = panels_beside(SUMS, (tokens + tiles - 1) / tiles);
   for (int panel = first; panel < last; panel += step) {
-    const int end = panel + step < last ? panel + step : last;
+    const int end = std::min(panel + step, last);
     for (int i = 0; i < tiles; i++) {
-      const int token = (int64_t)tokens * i / tiles, num = (int64_t)tokens * (i + 1) / tiles - token;
-      switch (num) {
-#define CASE(T) \
-  case T: panel_range<M, W, T>(m, in, panel, end, token, y, y_stride, into); break;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if defined(__AVX512F__)
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-#undef CASE
-      }
+      const int token = (int64_t)tokens * i / tiles, next = (int64_t)tokens * (i + 1) / tiles;
+      run_tile<M, W, SUMS>(m, in, panel, end, token, next - token, y, y_stride, into);
     }
   }
 }

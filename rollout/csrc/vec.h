@@ -56,10 +56,8 @@ struct Packed16 {
   __m512i v;
 };
 inline Packed16 load_packed(const int8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline I16 dot(I16 sum, const Activation* x, Packed16 w) {
-  int32_t four;
-  __builtin_memcpy(&four, x, 4);
-  return {(Ints)_mm512_dpbusd_epi32((__m512i)sum.v, _mm512_set1_epi32(four), w.v)};
+inline I16 dot(I16 sum, Packed16 x, Packed16 w) {
+  return {(Ints)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
 }
 #else
 constexpr int INNER = 2;
@@ -71,13 +69,18 @@ struct Packed16 {
 inline Packed16 load_packed(const int8_t* p) {
   return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))};
 }
-inline I16 dot(I16 sum, const Activation* x, Packed16 w) {
-  int32_t two;
-  __builtin_memcpy(&two, x, 4);
-  return {sum.v + (Ints)_mm512_madd_epi16(_mm512_set1_epi32(two), w.v)};
+inline I16 dot(I16 sum, Packed16 x, Packed16 w) {
+  return {sum.v + (Ints)_mm512_madd_epi16(x.v, w.v)};
 }
 #endif
-constexpr int FLOAT_SUMS = 12, INT_SUMS = 12;  // of 16 lanes, that fit the registers
+inline Packed16 broadcast_packed(const Activation* x) {
+  int32_t group;
+  __builtin_memcpy(&group, x, 4);
+  return {_mm512_set1_epi32(group)};
+}
+constexpr int SUMS = 24, MOST_TOKENS = 12;  // of a tile: sums of 16 lanes that fit the registers
+constexpr int STREAMED_SUMS = 12;            // and that hide the latency of one
+constexpr bool ROOM_FOR_WEIGHTS = true;      // of all panels of a tile beside its sums
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -158,17 +161,21 @@ inline Packed16 load_packed(const int8_t* p) {
   return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
           _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
 }
-inline I16 dot(I16 sum, const Activation* x, Packed16 w) {
+inline Packed16 broadcast_packed(const Activation* x) {
   const __m256i pair = broadcast_pair(x);
-  return {sum.a + (Ints)_mm256_madd_epi16(pair, w.a), sum.b + (Ints)_mm256_madd_epi16(pair, w.b)};
+  return {pair, pair};
 }
-constexpr int FLOAT_SUMS = 6, INT_SUMS = 6;
+inline I16 dot(I16 sum, Packed16 x, Packed16 w) {
+  return {sum.a + (Ints)_mm256_madd_epi16(x.a, w.a), sum.b + (Ints)_mm256_madd_epi16(x.b, w.b)};
+}
+constexpr int SUMS = 6, MOST_TOKENS = 6, STREAMED_SUMS = 6;
+constexpr bool ROOM_FOR_WEIGHTS = false;
 
 #else
 #error "these kernels are written for AVX2 with FMA, or AVX-512 with BW"
 #endif
 
-constexpr int LANES = 16;
+constexpr int LANES = 16, CACHE_LINE = 64;
 
 #define INLINED __attribute__((always_inline))
 
