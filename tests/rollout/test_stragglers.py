@@ -7,7 +7,7 @@ import pytest
 from rollout.draft import Draft
 from rollout.round_cost import Trial
 from rollout.row import Row
-from rollout.stragglers import Stragglers
+from rollout.stragglers import LUCK, Stragglers
 from tests.rollout.simulated_rounds import rows
 
 
@@ -20,18 +20,20 @@ def worths(stragglers: Stragglers, live: list[Row], own_share: float) -> list[fl
     return [by_serial[row.serial] for row in live]
 
 
-@pytest.mark.parametrize("own_share", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("own", [0.0, 0.3, 1.0, 2.0])
 @pytest.mark.parametrize("left", [(5, 5), (1, 40), (64, 63, 50, 12), (0, 3)])
-def test_a_token_counts_one_in_the_mean(left: tuple[int, ...], own_share: float) -> None:
-    found = worths(Stragglers(), of_lengths(*left), own_share)
-    assert sum(found) == pytest.approx(len(left))
+def test_a_token_counts_one_in_the_mean_but_for_luck(left: tuple[int, ...], own: float) -> None:
+    """What rows share of a step is saved by the unluckiest of them alone."""
+    found = worths(Stragglers(), of_lengths(*left), own)
+    shared = 1.0 - min(own, 1.0)
+    assert sum(found) == pytest.approx(len(left) * (1.0 - LUCK * shared))
     assert found == sorted(found) or found == sorted(found, reverse=True)
 
 
 def test_a_row_that_is_ahead_counts_its_own_share_and_the_last_one_what_all_share() -> None:
     ahead, last = worths(Stragglers(), of_lengths(4, 40), 0.3)
     assert ahead == pytest.approx(0.3, abs=1e-3)
-    assert last == pytest.approx(0.3 + 0.7 * 2, abs=1e-3)
+    assert last == pytest.approx(0.3 + 0.7 * (1 - LUCK) * 2, abs=1e-3)
 
 
 def test_where_a_step_is_all_arithmetic_every_token_counts_the_same() -> None:
@@ -69,5 +71,7 @@ def test_how_often_rows_stop_is_forgotten() -> None:
         live = of_lengths(600, 500)
         ahead = worths(stragglers, live, 0.0)[1]
         stop_rate = expected / 1000
-        lead = 0.25 * math.sqrt(600) * (1 + 1 / (2 * math.exp(-stop_rate * 600)))
-        assert ahead == pytest.approx(2 / (1 + math.exp(100 / lead)), rel=0.1)
+        limited = math.exp(-stop_rate * 600)
+        lead = 0.25 * math.sqrt(600) * (1 + 1 / (2 * limited))
+        expected_worth = (1 - LUCK * limited) * 2 / (1 + math.exp(100 / lead))
+        assert ahead == pytest.approx(expected_worth, rel=0.1)
