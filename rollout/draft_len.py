@@ -6,14 +6,14 @@ scored whose chance exceeds a price (`rollout.draft_price`). The price is what c
 one row on an idle machine drafts whatever has a chance of .2, a full batch only what is nearly certain,
 and where it is above every chance the round is a plain decode step.
 
-Costs come from the engine's own timings (`rollout.step_cost`), chances from what was accepted, by depth
-and proposer's estimate, prompt and row (`rollout.acceptance`). Where proposing costs next to nothing,
-every row is asked for a draft of full length, and `keep` cuts each behind its last token that is worth
-its price. A token that was cut off teaches all the same: the token emitted in its place was drawn from
-the target law, so it equals a point mass as often as that would have been accepted. A proposer that
-costs more than it earns is asked for a few rows only. One that runs a model is asked for the lengths
-that maximise the rate with its own seconds counted in, and probed for one row now and then while that
-is 0.
+Costs come from the engine's own timings (`rollout.step_cost`), chances from what was accepted, by
+depth and proposer's estimate, prompt and row (`rollout.acceptance`). Where proposing costs next to
+nothing, every row is asked for a draft longer than any that was kept lately, and `keep` cuts each
+behind its last token that is worth its price. A token that was cut off teaches all the same: the
+token emitted in its place was drawn from the target law, so it equals a point mass as often as that
+would have been accepted. A proposer that costs more than it earns is asked for a few rows only. One
+that runs a model is asked for the lengths that maximise the rate with its own seconds counted in,
+and probed for one row now and then while that is 0.
 
 None of this is believed against the clock: where rounds that draft turn out slower than plain ones,
 drafting rests (`rollout.realised`).
@@ -57,6 +57,9 @@ FEW_ROWS = 4
 token adds is looked up for the round, not for the mean."""
 CHAINS_PAY = 1.01
 """Speedup of chains by what was offered lately, above which trees are thought of."""
+REACH, RECALL = 2, 0.97
+"""Drafts are as long as so many times what was kept of any lately, and one more, so what is kept may
+grow from round to round; that memory shrinks to this share with each round."""
 NEAR = 0.25
 """Share of its price below which a token will not be worth it soon either."""
 NUM_PRICES = 24
@@ -208,6 +211,8 @@ class AdaptiveDraftLen:
         self._timed = self._num_timed = self._untimed = 0
         """Tokens of the step that was timed last, for another like it says little new; timings so far;
         rounds since the last."""
+        self._reach = float(max_len)
+        """Tokens a row that are asked for where every row is."""
         self._asked: set[int] = set()
         """Serials of the rows asked in this round."""
         self._probed: int | None = None
@@ -247,7 +252,8 @@ class AdaptiveDraftLen:
         else:
             if self._asking.cheap:
                 lengths = self._offers(num_rows)
-            elif quiet and self._age:  # what was planned last holds as long as its price
+            elif quiet and self._age:
+                self.last.why = "the last plan, to draft nothing, holds as long as its price"
                 lengths = [0] * num_rows
             elif not self._asking.affords(num_rows):
                 self.last.why, lengths = "drafting has lost too much", [0] * num_rows
@@ -305,10 +311,10 @@ class AdaptiveDraftLen:
         return self._trees.pays(self.last.num_rows, self._cost, chain_rate)
 
     def _offers(self, num_rows: int) -> list[int]:
-        """Full length for every row, or for a few in turn while asking costs more than it earns."""
+        """For every row, or full length for a few in turn while asking costs more than it earns."""
         if self._asking.pays:
             self.last.why = "proposing is cheap"
-            return [self.max_len] * num_rows
+            return [math.ceil(self._reach)] * num_rows
         lengths, turns = [0] * num_rows, self._asking.turns(num_rows)
         if turns:  # a few tokens at most, whatever the price of many
             self._cut = max(self._cut, self._first_cut)
@@ -370,6 +376,8 @@ class AdaptiveDraftLen:
                 lengths[index] = max(lengths[index], min(self._probe_len, len(draft)))
             expected += sum(values[index][: lengths[index]])
             kept.append(draft.truncated(lengths[index]))
+        longest = REACH * max(lengths) + 1
+        self._reach = min(max(float(longest), RECALL * self._reach), float(self.max_len))
         offered = [value for of_row in values for value in of_row]
         self._price.offered(offered, len(self._asked.intersection(row.serial for row in rows)))
         self._expect(len(rows), sum(map(len, kept)), expected)

@@ -27,7 +27,14 @@ from rollout.proposer import Proposer, Remembering, TreeProposer
 from rollout.request import Mode, RolloutRequest, RolloutSample, SpecCounters
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
-from rollout.row_round import checked_drafts, conditions_of, emit, trials_of, verdicts_of
+from rollout.row_round import (
+    bounded_drafts,
+    checked_drafts,
+    conditions_of,
+    emit,
+    trials_of,
+    verdicts_of,
+)
 from rollout.scheduler import MAX_ROUND_TOKENS, Scheduler, slot_of
 from rollout.stop_text import Decode
 from rollout.streams import Draws, SeededDraws
@@ -195,7 +202,8 @@ class NativeEngine:
             with self._timed("propose") as proposing:
                 proposed = self._propose(rows, plan.max_lens)
             with self._timed("plan") as keeping:
-                drafts = self.draft_len.keep(rows, proposed)
+                kept = self.draft_len.keep(rows, proposed)
+                drafts = checked_drafts(rows, kept, self.policy.vocab_size)
             with self._timed("score"):
                 windows = [self._window(row, draft) for row, draft in zip(rows, drafts)]
                 logits = self.policy.score([*windows, *plan.chunks])  # [N, V]
@@ -234,7 +242,7 @@ class NativeEngine:
         return [min(k, r) if _max_depth(row) else 0 for k, r, row in zip(asked, room, rows)]
 
     def _propose(self, rows: Sequence[Row], max_lens: Sequence[int]) -> list[Draft]:
-        """Drafts of up to the given lengths; a row's bad draft ends that row only."""
+        """Drafts of up to the given lengths."""
         if not any(max_lens):
             return [NO_DRAFT] * len(rows)
         if self._branches and isinstance(self.proposer, TreeProposer):
@@ -242,7 +250,7 @@ class NativeEngine:
             proposed = self.proposer.propose_trees(rows, max_lens, depths)
         else:
             proposed = self.proposer.propose(rows, max_lens)
-        return checked_drafts(rows, proposed, max_lens, self.policy.vocab_size)
+        return bounded_drafts(rows, proposed, max_lens)
 
     def _window(self, row: Row, draft: Draft) -> Window:
         """The row's tokens that are not cached yet, then the draft."""

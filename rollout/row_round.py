@@ -23,8 +23,8 @@ from rollout.watch import look_at
 NO_CONDITION = Condition(SamplingParams())
 
 
-def checked_drafts(
-    rows: Sequence[Row], proposed: Sequence[Draft], max_lens: Sequence[int], vocab_size: int
+def bounded_drafts(
+    rows: Sequence[Row], proposed: Sequence[Draft], max_lens: Sequence[int]
 ) -> list[Draft]:
     """The proposed drafts, each within its length and up to its first stop; of a request that is sent
     again only what was named."""
@@ -33,14 +33,21 @@ def checked_drafts(
         draft = draft.truncated(max_len).until(row.request.sampling.stop_ids)
         if row.request.attempt:
             draft = draft.named()
-        try:
-            draft = check_draft(draft, vocab_size)
-        except InvalidDraft as error:
-            row.finish("error", str(error))
-            draft = NO_DRAFT
         row.counters.drafted += len(draft)
         drafts.append(draft)
     return drafts
+
+
+def checked_drafts(rows: Sequence[Row], drafts: Sequence[Draft], vocab_size: int) -> list[Draft]:
+    """What is about to be scored, its laws normalised; a row's bad draft ends that row only."""
+    checked = []
+    for row, draft in zip(rows, drafts, strict=True):
+        try:
+            checked.append(check_draft(draft, vocab_size))
+        except InvalidDraft as error:
+            row.finish("error", str(error))
+            checked.append(NO_DRAFT)
+    return checked
 
 
 def conditions_of(

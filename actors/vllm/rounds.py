@@ -29,7 +29,14 @@ from rollout.proposer import Proposer
 from rollout.request import FinishReason, Mode, RolloutRequest, RolloutSample, SpecCounters
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
-from rollout.row_round import checked_drafts, conditions_of, emit, trials_of, verdicts_of
+from rollout.row_round import (
+    bounded_drafts,
+    checked_drafts,
+    conditions_of,
+    emit,
+    trials_of,
+    verdicts_of,
+)
 from rollout.stop_text import Decode
 from rollout.streams import Draws
 from rollout.verdict import Verdict
@@ -237,7 +244,9 @@ class Rounds:
         longest = self.parts.max_draft_len
         lens = [min(k, longest, max(0, row.remaining_len - 1)) for k, row in zip(asked, rows)]
         proposed = self._propose(rows, lens)
-        kept = self.parts.draft_len.keep(rows, proposed)
+        kept = checked_drafts(
+            rows, self.parts.draft_len.keep(rows, proposed), self.parts.limits.vocab_size
+        )
         for ticket, asked_len, whole, scored in zip(tickets, lens, proposed, kept):
             self._drafted[ticket] = _Drafted(asked_len, whole, scored)
         self._round.drafting_s = time.perf_counter() - started
@@ -265,11 +274,9 @@ class Rounds:
         )
 
     def _propose(self, rows: Sequence[Row], lens: Sequence[int]) -> list[Draft]:
-        """A row's bad draft ends that row only."""
         if not any(lens):
             return [NO_DRAFT] * len(rows)
-        proposed = self.parts.proposer.propose(rows, lens)
-        return checked_drafts(rows, proposed, lens, self.parts.limits.vocab_size)
+        return bounded_drafts(rows, self.parts.proposer.propose(rows, lens), lens)
 
     # ---- results --------------------------------------------------------------------------
 

@@ -473,6 +473,21 @@ def test_a_draft_that_is_too_long_leaves_the_law_alone(kind: str) -> None:
     assert total_variation(law, plain_law(TARGET, (0,), sampling, 3)) < 1e-12
 
 
+def test_what_is_cut_off_a_draft_is_not_looked_at() -> None:
+    """Nobody scores it, and to check what was drawn takes as long as to draw it."""
+
+    class First(FixedDraftLen):
+        def keep(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> list[Draft]:
+            return [draft.truncated(1) for draft in drafts]
+
+    proposer = ScriptedProposer(lambda row, n: Draft.of_points([0, -1, 2]))
+    made = table_engine(TARGET, 3, proposer=proposer, draft_len=3)
+    made.draft_len = First(3)
+    sample = run(made, [request()])["r0"]
+    assert sample.finish_reason == "length" and sample.counters.verified > 0
+    assert sample.token_ids == tokens(run(table_engine(TARGET, 3), [request()]))["r0"]
+
+
 @pytest.mark.parametrize("bad", [-1, 3])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_drafted_id_outside_the_vocabulary_ends_that_row_only(bad: int, depth: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from proposers.history import HistoryProposer
 from proposers.none import NoProposer
-from rollout.asking import Asking
+from rollout.asking import Asking, Probes
 from rollout.draft import POINT_MASS, Draft, SparseLaw
 from rollout.draft_len import (
     AdaptiveDraftLen,
@@ -29,6 +29,7 @@ from rollout.proposer import Proposer
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from rollout.sampling import SamplingParams
+from rollout.stragglers import LUCK
 from rollout.table_policy import TablePolicy, random_table
 from tests.rollout.engines import request, run
 from tests.rollout.proposers_under_test import Watched
@@ -174,6 +175,23 @@ def kept_lens(chooser: DraftLen, live: Sequence[Row], said: float | None = None)
 
 def test_nothing_is_scored_before_a_step_was_timed() -> None:
     assert AdaptiveDraftLen(8).choose(rows(3)) == [0, 0, 0]
+
+
+def test_drafts_are_hardly_longer_than_what_was_kept_of_them_lately(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drawing what is cut costs as much as drawing what is scored."""
+    chooser, live = settled(Tokens([0.75], lambda chance: chance)), rows(1)
+    monkeypatch.setattr(Probes, "due", lambda self: False)
+
+    def asked(said: float) -> int:
+        kept_lens(chooser, live, said)
+        return chooser.choose(live)[0]
+
+    assert asked(said=1.0) == 8
+    while_wrong = [asked(said=1e-6) for _ in range(100)]
+    assert while_wrong == sorted(while_wrong, reverse=True) and while_wrong[-1] == 1
+    assert [asked(said=1.0) for _ in range(4)] == [3, 7, 8, 8]
 
 
 def test_what_was_never_tried_is_tried() -> None:
@@ -423,8 +441,9 @@ def test_the_clock_is_told_what_accepted_tokens_count(monkeypatch: pytest.Monkey
             for row, n, draft in zip((ahead, last), lengths, drafts)
         )
         chooser.observe(RoundCost(0.01, 1e-4, 6, True, trials))
-    assert told[0] + told[1] == pytest.approx(4.0, abs=0.2)  # two tokens of each row, 1 in the mean
-    assert told[0] < 1.5 < 2.5 < told[1]
+    mean = 1.0 - LUCK * (1.0 - chooser._first_cut)  # of what a token counts; two of each row
+    assert told[0] + told[1] == pytest.approx(4.0 * mean, abs=0.2)
+    assert told[0] < 1.5 < 2.0 < told[1]
 
 
 def test_rows_that_stop_by_themselves_are_noticed() -> None:
