@@ -8,20 +8,21 @@ Run by an interpreter that has vLLM. Three engines on the same weights live in o
 cache of its own, hold the same prompts at the same time and take turns of as many tokens as `TURN`
 plain steps give, so that a machine whose speed drifts within a second is as fast for all of them:
 
-    controller  our plug-in with the history proposer and the adaptive draft length
+    controller  our plug-in with history_sampled and the adaptive draft length
     plug_in     our plug-in, nobody drafts
     vllm        vLLM as it is: its own sampler, no plug-in, no log-probabilities asked for
 
-Regime: SmolLM2-135M-Instruct, chat prompts, T=1, top-p 1, a fixed number of new tokens a row. The
-proposer knows `--history` earlier rollouts of each prompt by the very weights, drawn with other seeds,
-and forgets before every repeat what the repeat before it taught. Batches of fewer than `POOL` rows take
-their prompts from so many in turn, and have more repeats. Prompts are outside the clock: it runs from
-every row's first token to the last row's last one, which charges the controller with rows that end
-late; `full_tok_s` counts the turns in which nobody had ended. The ratio that counts is against the
-faster of the two plain engines, all tokens over all seconds; its error is the standard error over
-repeats. Ratios by CPU seconds of this process, waiting threads included, stand beside those by the
-clock. What vLLM compiles is left uncompiled in all three, as our plug-in runs it on a CPU, unless
-`--compiled` adds an engine that is: it counts as plain then.
+Regime: SmolLM2-135M-Instruct, the prompts of `record_rollouts.py` (sums, word problems, open
+questions), T=1, top-p 1, a fixed number of new tokens a row. The proposer knows `--history` earlier
+rollouts of each prompt by the very weights, drawn with other seeds, and forgets before every repeat
+what the repeat before it taught. Batches of fewer than `POOL` rows take their prompts from so many in
+turn, and have more repeats. Prompts are outside the clock: it runs from every row's first token to the
+last row's last one, which charges the controller with rows that end late; `full_tok_s` counts the turns
+in which nobody had ended. The ratio that counts is against the faster of the two plain engines, all
+tokens over all seconds; its error is the standard error over repeats. Ratios by CPU seconds of this
+process, waiting threads included, stand beside those by the clock. What vLLM compiles is left
+uncompiled in all three, as our plug-in runs it on a CPU, unless `--compiled` adds an engine that is: it
+counts as plain then.
 
 Before anything is timed the recorded log-probabilities of rows that were drafted for have to be those
 of a forward of their own (vLLM's probe); else the exit code is 1. Not measured: prompts, arrivals,
@@ -72,8 +73,9 @@ from rollout.packing import digest
 from rollout.request import RolloutRequest, RolloutSample, SpecCounters
 from rollout.sampling import SamplingParams
 from scripts.bench_contenders import Prompts, Setting
-from scripts.bench_engine import fill_in, make_prompts, make_tell, own_stdout, rotated
+from scripts.bench_engine import fill_in, make_tell, own_stdout, rotated
 from scripts.bench_exact import Inexact
+from scripts.record_rollouts import make_prompts
 
 FULL = {"batches": "1,8,32", "tokens": 64, "repeats": 3, "history": 16}
 QUICK = {"batches": "1,2", "tokens": 8, "repeats": 1, "history": 2}
@@ -398,7 +400,8 @@ def parse() -> argparse.Namespace:
 def run(arguments: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
     """Starts, checks, measures. Raises Inexact before anything is timed."""
     folder = model_folder(arguments.model)
-    prompts = make_prompts(max(POOL, *arguments.batches), read_tokenizer(folder))
+    num = max(POOL, *arguments.batches)
+    prompts = [list(ids) for ids in make_prompts(num, read_tokenizer(folder), seed=0)]
     setting = Setting(folder, prompts, arguments.batches, arguments.tokens, None, None)
     spec = EngineSpec(
         str(folder),
@@ -409,7 +412,8 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None]) -> dict[str,
         context_len=setting.context_len,
         max_round_tokens=sum(map(len, prompts)),  # one step takes all prompts
         dtype=arguments.dtype,
-    )  # history and an adaptive draft length are the defaults
+        proposer="history_sampled",
+    )  # an adaptive draft length is the default
     tell("starting the engines")
     controller = Ours(spec)
     contenders: dict[str, Contender] = {
