@@ -72,8 +72,8 @@ class Acceptance:
         self._reached = [[0.0] * DEPTHS for _ in range(len(BANDS) + 2)]
         self._accepted = [[0.0] * DEPTHS for _ in range(len(BANDS) + 2)]
         """By band, the last for tokens without an estimate, and depth."""
-        self._of_band = [[0.0, 0.0] for _ in range(len(BANDS) + 1)]
-        """Reached and accepted at all depths."""
+        self._of_band = [[0.0, 0.0] for _ in range(len(BANDS) + 2)]
+        """Reached and accepted at all depths: adding them up for each token would take longer."""
         self._weight = 1.0
         """Of what the last round added; each round before it counts for FORGET as much."""
         self._prompts, self._rows = _Factors(), _Factors()
@@ -146,9 +146,8 @@ class Acceptance:
                 depth = min(depth, DEPTHS - 1)
                 self._reached[band][depth] += weight
                 self._accepted[band][depth] += weight * hit
-                if band != NO_ESTIMATE:
-                    self._of_band[band][0] += weight
-                    self._of_band[band][1] += weight * hit
+                self._of_band[band][0] += weight
+                self._of_band[band][1] += weight * hit
         if weight > MOST_WEIGHT:
             self._rescale()
 

@@ -55,8 +55,7 @@ class Stragglers:
         left = [row.remaining_len for row in rows]
         longest, own = max(1, *left), min(own_share, 1.0)
         stop_rate = self._stops / (self._tokens + UNSEEN_TOKENS)
-        limited = math.exp(-min(stop_rate * longest, MOST_STOPS))
-        """Share of the rows that run into their limits."""
+        limited = math.exp(-min(stop_rate * longest, MOST_STOPS))  # share that reach their limits
         lead = LEAD * math.sqrt(longest) * (1.0 + 1.0 / (limited * len(rows)))
         chances = [math.exp((num - longest) / lead) for num in left]
         scale = (1.0 - own) * (1.0 - LUCK * limited) * len(rows) / sum(chances)
