@@ -9,13 +9,14 @@ import torch
 from actors.vllm.rounds import Parts, Rounds
 from actors.vllm.scheduled import Scheduled
 from proposers.none import NoProposer
+from rollout.draft import Draft
 from rollout.draft_len import FixedDraftLen
 from rollout.engine import EngineLimits
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
 from rollout.proposer import Proposer
 from rollout.sampling import SamplingParams
 from rollout.table_policy import random_table
-from tests.rollout.engines import drawing_proposer, plain_law, request
+from tests.rollout.engines import ScriptedProposer, drawing_proposer, plain_law, request
 
 V, TICKET = 3, 7
 TARGET = random_table(V, depth=2, seed=1)
@@ -123,3 +124,19 @@ def test_a_row_that_vllm_holds_otherwise_is_noticed() -> None:
     rounds.add(TICKET, request())
     with pytest.raises(AssertionError, match="vLLM holds 5 tokens of a row of 1"):
         rounds.verify([Scheduled(TICKET, 1, 5)], torch.zeros(1, V))
+
+
+def test_a_row_whose_draft_is_broken_ends_and_its_neighbour_is_drafted_for() -> None:
+    proposer = ScriptedProposer(
+        lambda row, n: Draft.of_points([0, V if row.request.id == "bad" else 1])
+    )
+    rounds = rounds_of(EnumeratedDraws(), proposer, 2)
+    for ticket, name in enumerate(("bad", "good")):
+        rounds.add(ticket, request(name, sampling=LAWS["filtered"]))
+    rounds.begin(draining=False)
+    prompts = [Scheduled(ticket, 1, len(rounds.token_ids(ticket))) for ticket in (0, 1)]
+    rounds.verify(prompts, torch.stack([TARGET((0,))] * 2))
+    assert rounds.draft() == [(1, (0, 1))]
+    ((ticket, sample),) = rounds.take_ended()
+    assert (ticket, sample.finish_reason) == (0, "error")
+    assert f"draft token {V}" in sample.finish_detail

@@ -126,6 +126,13 @@ def test_what_the_estimates_got_wrong_is_not_taken_for_a_prompt_that_does_better
     assert factors == pytest.approx([1.0] * 4, abs=0.15)
 
 
+@pytest.mark.parametrize("said", [math.nan, 0.3])
+def test_what_was_seen_once_says_nothing_of_its_row(said: float) -> None:
+    acceptance = Acceptance()
+    acceptance.learn([Evidence("p", "r", [said], [False])])
+    assert factor(acceptance, "p", "r") == factor(acceptance, "p", "r", chance=0.1) == 1.0
+
+
 def test_a_policy_that_changed_is_noticed_within_two_hundred_rounds() -> None:
     acceptance = Acceptance()
     learn(acceptance, [1.0], num=1000)
@@ -167,6 +174,13 @@ def test_what_was_learnt_long_ago_is_not_lost_to_rounding() -> None:
         assert rates(estimated, [0.4] * 2) == pytest.approx([104 / 108, 4 / 108], abs=0.003)
         # 1 / (1 - FORGET) = 100 rounds count beside the prior of 2 trials at 1/2
         assert rates(acceptance, NONE)[:2] == pytest.approx([101 / 102, 0.99 * 2 / 102], abs=0.003)
+
+
+def test_a_band_goes_on_learning_when_counts_were_divided() -> None:
+    acceptance, num = Acceptance(), int(math.log(MOST_WEIGHT) / -math.log(FORGET))
+    learn(acceptance, [1.0], said=[0.4], num=num + 1)
+    learn(acceptance, [0.0], said=[0.4], num=300)
+    assert rates(acceptance, [0.4] * 3)[2] < 0.1  # a depth that was never reached
 
 
 @pytest.mark.parametrize("seed", range(5))

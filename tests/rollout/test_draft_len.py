@@ -124,6 +124,18 @@ def test_a_draft_model_never_loses(machine: str, offer: str) -> None:
         assert rate >= 0.95 * best_fixed(on, OFFERS[offer], num_rows, 8), num_rows
 
 
+def test_a_plan_to_draft_nothing_is_told_while_it_holds() -> None:
+    dear = replace(CPU, draft_step_s=0.3 * CPU.step(1))
+    chooser, live = AdaptiveDraftLen(8), rows(4)
+    tokens_per_s(chooser, dear, OFFERS["adversarial"], 4, num_rounds=200)
+    told = []
+    for _ in range(8):
+        assert chooser.choose(live) == [0] * 4
+        told.append(chooser.last.why)
+    assert any(why.startswith("the last plan, to draft nothing, holds") for why in told)
+    assert "no cost was measured yet" not in told
+
+
 def test_the_prompts_that_a_draft_model_runs_first_are_not_taken_for_what_its_tokens_cost() -> None:
     dear = replace(CPU, draft_step_s=0.3 * CPU.step(1), first_ask_s=0.8)
     for num_rows in (1, 4):
