@@ -248,8 +248,8 @@ class RunConfig:
     )
     quant: str = option(
         "auto",
-        "Weight format of mode=quantised, and of the drafts of mode=lossless: INT8 with bf16 "
-        "activations, or with INT8 activations. auto is none in mode=full, int8_w8a8 with "
+        "Weight format of mode=quantised, and of the drafts of mode=lossless: INT8 under "
+        "activations of 16 bits or of 8. auto is none in mode=full, int8_w8a8 with "
         "engine=vllm, which runs no other, else int8_w8a16.",
         "auto",
         "int8_w8a16",

@@ -46,7 +46,7 @@ class Packer:
     """Packs tensors and keeps them alive."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._inner = kernels.inner
+        self._pairs, self._bytes = kernels.pairs, kernels.bytes
         self.tensors: list[torch.Tensor] = []
 
     def vector(self, tensor: torch.Tensor | None) -> int | None:
@@ -63,7 +63,8 @@ class Packer:
             weight = self._kept(panels(matrix if kind == BFLOAT16 else matrix.float(), 1))
             return Linear(weight, None, None, self.vector(bias), rows, cols, kind)
         rows, cols = matrix.values.shape
-        weight = self._kept(panels(matrix.values, self._inner if int8_inputs else 1))
+        inner = self._bytes if int8_inputs else self._pairs
+        weight = self._kept(panels(matrix.values, inner))
         sums: int | None = None
         if int8_inputs:  # what activations of x + 128 add: csrc/vec.h
             extra = 128 * matrix.values.sum(-1, dtype=torch.int32)
@@ -116,7 +117,7 @@ def compile_weights(
         config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads,
         config.head_dim, config.intermediate_size, config.norm_eps,
     )  # fmt: skip
-    kinds = {FLOAT32: "float32", BFLOAT16: "bf16", INT8: "int8", INT8_INT8: "int8 x int8"}
+    kinds = {FLOAT32: "float32", BFLOAT16: "bf16", INT8: "int8 x int16", INT8_INT8: "int8 x int8"}
     names = {
         name: f"compiled {kernels.instructions}, {kinds[linear.kind]}"
         for name, linear in (("blocks", blocks[0].qkv), ("head", head))

@@ -136,8 +136,9 @@ class Kernels:
 
     library: ctypes.CDLL
     instructions: str
-    inner: int
-    """Weights of a row that stand side by side where activations are INT8 (linear.h)."""
+    pairs: int
+    bytes: int
+    """Weights of a row that stand side by side under activations of 16 bits, and of 8 (linear.h)."""
     build_s: float
     """What compiling took; 0 when it was cached."""
 
@@ -222,7 +223,8 @@ def load(path: Path, build_s: float = 0.0) -> Kernels:
     for forward in (library.er_forward_float, library.er_forward_bf16):
         forward.argtypes, forward.restype = [*pointers, ctypes.c_void_p], None
     assert library.er_phases() == len(PHASES)
-    return Kernels(library, library.er_instructions().decode(), library.er_inner(), build_s)
+    name = library.er_instructions().decode()
+    return Kernels(library, name, library.er_pairs(), library.er_bytes(), build_s)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

@@ -58,24 +58,42 @@ inline std::vector<AttentionItem> attention_items(const Window* windows, int num
   return items;
 }
 
+// Scores of Q queries against the entries of P pages from page `p` on: as many sums side by side as hide
+// the latency of one.
+template <int Q, int P, class Cached>
+inline void score_pages(const Cache<Cached>& cache, int layer, const AttentionItem& item, int p, int pages,
+                        const float* const* query, float* scores, int stride) {
+  const Cached *keys[P], *next[P];
+  repeat<P>([&](auto i) INLINED {  // pages lie anywhere; behind the last keys come the values
+    const int32_t* page = item.window->pages;
+    keys[i] = cache.keys + cache.at(layer, page[p + i], item.kv_head);
+    const int ahead = p + P + i;
+    next[i] = ahead < pages ? cache.keys + cache.at(layer, page[ahead], item.kv_head)
+                            : cache.values + cache.at(layer, page[std::min<int>(i, pages - 1)], item.kv_head);
+  });
+  F16 sums[P][Q];
+  repeat<P>([&](auto i) INLINED { repeat<Q>([&](auto q) INLINED { sums[i][q] = zero(); }); });
+  for (int d = 0; d < cache.head_dim; d++) {
+    repeat<P>([&](auto i) INLINED {
+      __builtin_prefetch(next[i] + d * PAGE);
+      const F16 k = load(keys[i] + d * PAGE);
+      repeat<Q>([&](auto q) INLINED { sums[i][q] = fma(k, broadcast(query[q] + d), sums[i][q]); });
+    });
+  }
+  repeat<P>([&](auto i) INLINED {
+    repeat<Q>([&](auto q) INLINED { store(scores + q * stride + (p + i) * PAGE, sums[i][q]); });
+  });
+}
+
 // Scores of Q queries against entries [0, pages * 16).
 template <int Q, class Cached>
 inline void score(const Cache<Cached>& cache, int layer, const AttentionItem& item, int pages,
                   const float* const* query, float* scores, int stride) {
-  const int head_dim = cache.head_dim;
-  for (int p = 0; p < pages; p++) {
-    const Cached* keys = cache.keys + cache.at(layer, item.window->pages[p], item.kv_head);
-    const int ahead = item.window->pages[p + 1 < pages ? p + 1 : p];  // pages lie anywhere
-    const Cached* next = cache.keys + cache.at(layer, ahead, item.kv_head);
-    F16 sums[Q];
-    repeat<Q>([&](auto q) { sums[q] = zero(); });
-    for (int d = 0; d < head_dim; d++) {
-      __builtin_prefetch(next + d * PAGE);
-      const F16 k = load(keys + d * PAGE);
-      repeat<Q>([&](auto q) { sums[q] = fma(k, broadcast(query[q] + d), sums[q]); });
-    }
-    repeat<Q>([&](auto q) { store(scores + q * stride + p * PAGE, sums[q]); });
-  }
+  constexpr int P = std::clamp(SUMS / Q, 1, 4);
+  int p = 0;
+  for (; p + P <= pages; p += P)
+    score_pages<Q, P>(cache, layer, item, p, pages, query, scores, stride);
+  for (; p < pages; p++) score_pages<Q, 1>(cache, layer, item, p, pages, query, scores, stride);
 }
 
 // C chunks of 16 dimensions of the values' sums under the weights of Q queries, from `dim` on.

@@ -96,7 +96,7 @@ class Stopwatch {  // of one thread: time from barrier to barrier
 
 struct Scratch {  // grows to the largest batch seen and stays
   std::vector<float> hidden, normed, qkv, gate_up, step;
-  std::vector<Activation> q;
+  std::vector<int16_t> q;  // whole numbers of 16 bits, or of 8 in half of it
   std::vector<std::vector<float>> scores;  // per thread
 };
 
@@ -165,13 +165,12 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
     auto input = [&](int cols) {
       return Input{s.normed.data(), s.q.data(), s.step.data(), cols, padded(cols)};
     };
-    auto quantise_for = [&](const Linear& next, int t, int cols) {
-      if (next.kind == INT8_INT8)
-        s.step[t] = quantise(&s.normed[(size_t)t * cols], cols, &s.q[(size_t)t * padded(cols)], padded(cols));
+    auto whole_for = [&](const Linear& next, int t, int cols) {
+      quantise_for(next, &s.normed[(size_t)t * cols], t, s.q.data(), padded(cols), s.step.data());
     };
     auto norm_for = [&](const Linear& next, const float* weight, int t) {
       rms_norm(&s.hidden[(size_t)t * hidden], weight, hidden, m.eps, &s.normed[(size_t)t * hidden]);
-      quantise_for(next, t, hidden);
+      whole_for(next, t, hidden);
     };
 
     each_token(n, [&](int t) {
@@ -213,8 +212,8 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
         attend(items[i], layer, cache, m.heads / m.kv_heads, s.qkv.data(), qkv_size, s.normed.data(),
                q_size, s.scores[thread]);
       meet(ATTENTION);
-      if (block.out.kind == INT8_INT8) {
-        each_token(n, [&](int t) { quantise_for(block.out, t, q_size); });
+      if (block.out.kind == INT8 || block.out.kind == INT8_INT8) {
+        each_token(n, [&](int t) { whole_for(block.out, t, q_size); });
         meet(NORM);
       }
       linear(block.out, input(q_size), n, s.hidden.data(), hidden, ADD, thread, threads);
@@ -226,7 +225,7 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
       each_token(n, [&](int t) {
         const float* gate = &s.gate_up[(size_t)t * 2 * inner];
         silu_times(gate, gate + inner, inner, &s.normed[(size_t)t * inner]);
-        quantise_for(block.down, t, inner);
+        whole_for(block.down, t, inner);
       });
       meet(SILU);
       linear(block.down, input(inner), n, s.hidden.data(), hidden, ADD, thread, threads);
@@ -235,6 +234,7 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
     each_token(b.scored, [&](int i) {
       rms_norm(&s.hidden[(size_t)b.wanted[i] * hidden], m.norm, hidden, m.eps, &s.normed[(size_t)i * hidden]);
       if (b.hidden) std::memcpy(b.hidden + (size_t)i * hidden, &s.normed[(size_t)i * hidden], hidden * sizeof(float));
+      whole_for(m.head, i, hidden);
     });
     meet(NORM);
     linear(m.head, input(hidden), b.scored, b.logits, m.head.rows, SET, thread, threads);
@@ -246,8 +246,9 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
 
 extern "C" {
 
-// Whole weights of a row that stand side by side in the packing for int8 activations.
-int er_inner() { return INNER; }
+// Weights of a row that stand side by side in the packing for activations of 16 bits, and of 8.
+int er_pairs() { return Pairs::inner; }
+int er_bytes() { return Bytes::inner; }
 int er_phases() { return PHASES; }
 const char* er_instructions() {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
@@ -264,11 +265,10 @@ void er_free(void* scratch) { delete (Scratch*)scratch; }
 // y [tokens, rows] = x W^T + b for x [tokens, cols]: one map alone, for tests and benchmarks.
 void er_linear(const Linear* m, const float* x, int tokens, float* y, int threads) {
   const int q_cols = padded(m->cols);
-  std::vector<Activation> q((size_t)tokens * q_cols);
+  std::vector<int16_t> q((size_t)tokens * q_cols);
   std::vector<float> step(tokens);
-  if (m->kind == INT8_INT8)
-    for (int t = 0; t < tokens; t++)
-      step[t] = quantise(x + (size_t)t * m->cols, m->cols, &q[(size_t)t * q_cols], q_cols);
+  for (int t = 0; t < tokens; t++)
+    quantise_for(*m, x + (size_t)t * m->cols, t, q.data(), q_cols, step.data());
   const Input in{x, q.data(), step.data(), m->cols, q_cols};
 #pragma omp parallel num_threads(threads)
   linear(*m, in, tokens, y, m->rows, SET, omp_get_thread_num(), omp_get_num_threads());

@@ -1,17 +1,23 @@
 // y = x W^T + b over weights packed in panels of 16 rows, so that 16 outputs are made at once and one
 // activation is broadcast to all of them.
 //
-// Packed layout, K columns: float32, bf16 and int8 [rows / 16][K][16]; int8 for int8 activations
-// [rows / 16][K / INNER][16][INNER]. Rows and K are padded with zeros.
+// Packed layout, K columns: [rows / 16][K / inner][16][inner], rows and K padded with zeros. As many
+// weights of a row stand side by side as one instruction multiplies: one in float32 and bf16, several in
+// int8, whose activations are made whole numbers, of 16 bits or of 8.
 //
-// A sum runs over k = 0, 1, ... whatever the number of tokens and the tile it falls in. So a token's
-// result does not depend on what else is in the batch: the batch-invariance of the engine starts here.
+// A float sum runs over k = 0, 1, ... whatever the number of tokens and the tile it falls in, sums of
+// whole numbers are exact. So a token's result does not depend on what else is in the batch: the
+// batch-invariance of the engine starts here.
 #pragma once
 #include <algorithm>
+#include <cfloat>
+#include <climits>
 
 #include "vec.h"
 
+// Of the weights; INT8 for activations of 16 bits, INT8_INT8 for those of 8.
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT8_INT8 = 3 };
+constexpr int LIMIT = 127;  // of a whole number of 8 bits; quant.int8.LIMIT
 
 struct Linear {
   const void* weight;
@@ -22,10 +28,10 @@ struct Linear {
   int32_t kind;
 };
 
-// What a linear map reads: tokens as float32 or, for INT8_INT8, as whole numbers with a step each.
+// What a linear map reads: tokens as float32 or, for INT8 and INT8_INT8, as whole numbers with a step each.
 struct Input {
-  const float* x;  // [tokens, stride]
-  const Activation* q;
+  const float* x;     // [tokens, stride]
+  const void* q;      // [tokens, q_stride]
   const float* step;  // [tokens]
   int stride, q_stride;
 };
@@ -34,9 +40,7 @@ enum Into { SET, ADD };
 
 template <class W>
 struct Panels {  // float32 activations, W the stored weight
-  // Whole numbers are made floats first: that is work to share out, where others wait for memory,
-  // which few panels at a time read faster.
-  static constexpr int inner = 1, streamed = sizeof(W) == 1 ? SUMS : STREAMED_SUMS;
+  static constexpr int inner = 1;
   using Sum = F16;
   static Sum none() { return zero(); }
   static auto weights(const W* p) { return load(p); }
@@ -50,18 +54,20 @@ struct Panels {  // float32 activations, W the stored weight
   }
 };
 
+template <class Pack>
 struct IntPanels {
-  static constexpr int inner = INNER, streamed = STREAMED_SUMS;
+  static constexpr int inner = Pack::inner;
   using Sum = I16;
+  using Activation = typename Pack::Activation;
   static Sum none() { return zero_int(); }
-  static Packed16 weights(const int8_t* p) { return load_packed(p); }
+  static Packed16 weights(const int8_t* p) { return Pack::weights(p); }
   static const Activation* activations(const Input& in, int token) {
-    return in.q + (int64_t)token * in.q_stride;
+    return (const Activation*)in.q + (int64_t)token * in.q_stride;
   }
   static Packed16 spread(const Activation* x) { return broadcast_packed(x); }
-  static Sum accumulate(Sum s, Packed16 x, Packed16 w) { return dot(s, x, w); }
+  static Sum accumulate(Sum s, Packed16 x, Packed16 w) { return Pack::dot(s, x, w); }
   static F16 finish(Sum s, const Linear& m, const Input& in, int token, int row) {
-    if (OFFSET) s = s - load_int(m.row_sum + row);  // sum (x + 128) w - 128 sum w
+    if (Pack::offset) s = s - load_int(m.row_sum + row);  // sum (x + 128) w - 128 sum w
     return to_float(s) * all(in.step[token]) * load(m.scale + row);
   }
 };
@@ -162,7 +168,7 @@ template <class M, class W>
 void run_panels(const Linear& m, const Input& in, int first, int last, int tokens, float* y,
                 int64_t y_stride, Into into) {
   if (tokens <= MOST_TOKENS) {
-    return run_tile<M, W, M::streamed>(m, in, first, last, 0, tokens, y, y_stride, into);
+    return run_tile<M, W, STREAMED_SUMS>(m, in, first, last, 0, tokens, y, y_stride, into);
   }
   const int tiles = (tokens + MOST_TOKENS - 1) / MOST_TOKENS;
   const int step = panels_beside(SUMS, (tokens + tiles - 1) / tiles);
@@ -188,32 +194,40 @@ inline void linear(const Linear& m, const Input& in, int tokens, float* y, int64
     case BFLOAT16:
       return run_panels<Panels<uint16_t>, uint16_t>(m, in, first, last, tokens, y, y_stride, into);
     case INT8:
-      return run_panels<Panels<int8_t>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
+      return run_panels<IntPanels<Pairs>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
     case INT8_INT8:
-      return run_panels<IntPanels, int8_t>(m, in, first, last, tokens, y, y_stride, into);
+      return run_panels<IntPanels<Bytes>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
   }
 }
 
 // Row `row` of a packed weight as float32: how a tied embedding is read.
 inline void unpack_row(const Linear& m, int row, float* out) {
   const int panel = row / LANES, lane = row % LANES;
+  if (m.kind == INT8) {
+    constexpr int inner = Pairs::inner;
+    const int64_t groups = (m.cols + inner - 1) / inner;
+    const int8_t* from = (const int8_t*)m.weight + (panel * groups * LANES + lane) * inner;
+    for (int k = 0; k < m.cols; k++)
+      out[k] = (float)from[k / inner * LANES * inner + k % inner] * m.scale[row];
+    return;
+  }
   const int64_t at = (int64_t)panel * m.cols * LANES + lane;
   for (int k = 0; k < m.cols; k++) {
     const int64_t i = at + (int64_t)k * LANES;
     if (m.kind == FLOAT32) {
       out[k] = ((const float*)m.weight)[i];
-    } else if (m.kind == BFLOAT16) {
+    } else {
       uint32_t bits = (uint32_t)((const uint16_t*)m.weight)[i] << 16;
       __builtin_memcpy(&out[k], &bits, 4);
-    } else {
-      out[k] = (float)((const int8_t*)m.weight)[i] * m.scale[row];
     }
   }
 }
 
-// Whole numbers in [-127, 127] and their step, per token (`quant.int8.quantise_tokens`). A token that
-// is not finite gets the step NaN, which shows in all it touches.
-inline float quantise(const float* x, int cols, Activation* q, int padded) {
+// Whole numbers in [-most, most] and their step, per token (`quant.int8.quantise_tokens`). A token that
+// is not finite gets the step NaN, which shows in all it touches; one whose step would have lost its
+// digits counts as zeros.
+template <class Pack>
+inline float quantise(const float* x, int cols, int most, typename Pack::Activation* q, int padded) {
   F16 top = zero(), check = zero();
   int k = 0;
   for (; k + LANES <= cols; k += LANES) {
@@ -226,18 +240,22 @@ inline float quantise(const float* x, int cols, Activation* q, int padded) {
     absmax = std::fabs(x[k]) > absmax ? std::fabs(x[k]) : absmax;
     bad += x[k] * 0.0f;
   }
-  float step = absmax / 127.0f;
-  if (step == 0.0f) step = 1.0f;
-  float lanes[LANES];
-  for (k = 0; k < cols; k += LANES) {
-    const int num = cols - k < LANES ? cols - k : LANES;
-    if (num == LANES) {
-      store(lanes, nearest(load(x + k) / all(step)));
-    } else {
-      for (int i = 0; i < num; i++) lanes[i] = std::nearbyintf(x[k + i] / step);
-    }
-    for (int i = 0; i < num; i++) q[k + i] = (Activation)((int)lanes[i] + OFFSET);
-  }
-  for (k = cols; k < padded; k++) q[k] = 0;
+  float step = absmax / most;
+  if (step < FLT_MIN) step = 1.0f;
+  for (k = 0; k + LANES <= cols; k += LANES) store_whole(q + k, load(x + k) / all(step));
+  for (; k < cols; k++) q[k] = (int)std::nearbyintf(x[k] / step) + Pack::offset;
+  for (; k < padded; k++) q[k] = 0;
   return bad == 0.0f ? step : NAN;
+}
+
+// The most that 16 bits hold and that leaves a sum of `cols` products within 32 bits.
+inline int most_of_16_bits(int cols) { return std::min(INT16_MAX, INT32_MAX / (LIMIT * cols)); }
+
+// Token `token` for the map, where that reads whole numbers.
+inline void quantise_for(const Linear& m, const float* x, int token, void* q, int q_stride, float* step) {
+  const int64_t at = (int64_t)token * q_stride;
+  if (m.kind == INT8)
+    step[token] = quantise<Pairs>(x, m.cols, most_of_16_bits(m.cols), (int16_t*)q + at, q_stride);
+  if (m.kind == INT8_INT8)
+    step[token] = quantise<Bytes>(x, m.cols, LIMIT, (Bytes::Activation*)q + at, q_stride);
 }

@@ -20,9 +20,6 @@ inline F16 load(const uint16_t* p) {  // bf16
   return {_mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
 }
-inline F16 load(const int8_t* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
-}
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -48,36 +45,49 @@ inline F16 to_float(I16 a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
 inline I16 load_int(const int32_t* p) { return {(Ints)_mm512_loadu_si512(p)}; }
 inline I16 operator-(I16 a, I16 b) { return {a.v - b.v}; }
 
-#if defined(__AVX512VNNI__)
-constexpr int INNER = 4;      // weights of one row that stand side by side
-using Activation = uint8_t;   // x + 128, for the instruction multiplies unsigned by signed
-constexpr int OFFSET = 128;
-struct Packed16 {
+struct Packed16 {  // of each lane a few narrow whole numbers, side by side
   __m512i v;
 };
-inline Packed16 load_packed(const int8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline I16 dot(I16 sum, Packed16 x, Packed16 w) {
-  return {(Ints)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
-}
-#else
-constexpr int INNER = 2;
-using Activation = int16_t;
-constexpr int OFFSET = 0;
-struct Packed16 {
-  __m512i v;
-};
-inline Packed16 load_packed(const int8_t* p) {
-  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))};
-}
-inline I16 dot(I16 sum, Packed16 x, Packed16 w) {
-  return {sum.v + (Ints)_mm512_madd_epi16(x.v, w.v)};
-}
-#endif
-inline Packed16 broadcast_packed(const Activation* x) {
+inline Packed16 broadcast_packed(const void* x) {
   int32_t group;
   __builtin_memcpy(&group, x, 4);
   return {_mm512_set1_epi32(group)};
 }
+inline void store_whole(int16_t* p, F16 x) {  // rounded to nearest even
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
+
+struct Pairs {  // products of pairs are summed in 32 bits: nothing saturates
+  static constexpr int inner = 2, offset = 0;
+  using Activation = int16_t;
+  static Packed16 weights(const int8_t* p) {
+    return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))};
+  }
+  static I16 dot(I16 sum, Packed16 x, Packed16 w) {
+#if defined(__AVX512VNNI__)
+    return {(Ints)_mm512_dpwssd_epi32((__m512i)sum.v, x.v, w.v)};
+#else
+    return {sum.v + (Ints)_mm512_madd_epi16(x.v, w.v)};
+#endif
+  }
+};
+#if defined(__AVX512VNNI__)
+struct Quads {
+  static constexpr int inner = 4, offset = 128;  // the instruction multiplies unsigned by signed
+  using Activation = uint8_t;
+  static Packed16 weights(const int8_t* p) { return {_mm512_loadu_si512(p)}; }
+  static I16 dot(I16 sum, Packed16 x, Packed16 w) {
+    return {(Ints)_mm512_dpbusd_epi32((__m512i)sum.v, x.v, w.v)};
+  }
+};
+inline void store_whole(uint8_t* p, F16 x) {
+  const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(Quads::offset));
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
+}
+using Bytes = Quads;  // for activations of 8 bits
+#else
+using Bytes = Pairs;
+#endif
 constexpr int SUMS = 24, MOST_TOKENS = 12;  // of a tile: sums of 16 lanes that fit the registers
 constexpr int STREAMED_SUMS = 12;            // and that hide the latency of one
 constexpr bool ROOM_FOR_WEIGHTS = true;      // of all panels of a tile beside its sums
@@ -102,10 +112,6 @@ inline F16 broadcast(const float* p) {
   return {v, v};
 }
 inline F16 load(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
-inline __m256 widen_int8(const int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-inline F16 load(const int8_t* p) { return {widen_int8(p), widen_int8(p + 8)}; }
 inline void store(float* p, F16 x) {
   _mm256_storeu_ps(p, x.a);
   _mm256_storeu_ps(p + 8, x.b);
@@ -146,28 +152,31 @@ inline I16 load_int(const int32_t* p) {
 }
 inline I16 operator-(I16 x, I16 y) { return {x.a - y.a, x.b - y.b}; }
 
-constexpr int INNER = 2;
-using Activation = int16_t;  // products of pairs are summed in 32 bits: nothing saturates
-constexpr int OFFSET = 0;
 struct Packed16 {
   __m256i a, b;
 };
-inline __m256i broadcast_pair(const Activation* x) {
-  __m256i pair;
-  asm volatile("vpbroadcastd %1, %0" : "=x"(pair) : "m"(*(const int32_t*)x));
-  return pair;
+inline Packed16 broadcast_packed(const void* x) {  // in program order, as above
+  __m256i group;
+  asm volatile("vpbroadcastd %1, %0" : "=x"(group) : "m"(*(const int32_t*)x));
+  return {group, group};
 }
-inline Packed16 load_packed(const int8_t* p) {
-  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
-          _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+inline void store_whole(int16_t* p, F16 x) {
+  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(mixed, 0xd8));
 }
-inline Packed16 broadcast_packed(const Activation* x) {
-  const __m256i pair = broadcast_pair(x);
-  return {pair, pair};
-}
-inline I16 dot(I16 sum, Packed16 x, Packed16 w) {
-  return {sum.a + (Ints)_mm256_madd_epi16(x.a, w.a), sum.b + (Ints)_mm256_madd_epi16(x.b, w.b)};
-}
+
+struct Pairs {
+  static constexpr int inner = 2, offset = 0;
+  using Activation = int16_t;
+  static Packed16 weights(const int8_t* p) {
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
+            _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+  }
+  static I16 dot(I16 sum, Packed16 x, Packed16 w) {
+    return {sum.a + (Ints)_mm256_madd_epi16(x.a, w.a), sum.b + (Ints)_mm256_madd_epi16(x.b, w.b)};
+  }
+};
+using Bytes = Pairs;
 constexpr int SUMS = 6, MOST_TOKENS = 6, STREAMED_SUMS = 6;
 constexpr bool ROOM_FOR_WEIGHTS = false;
 

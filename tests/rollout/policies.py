@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
+from quant.int8 import LIMIT
 from rollout.checkpoint import read_config, read_weights
 from rollout.draft_len import FixedDraftLen
 from rollout.native_engine import NativeEngine
@@ -90,3 +91,8 @@ def random_ids(num: int, seed: int, vocab_size: int = 300) -> tuple[int, ...]:
 
 def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def most_of_16_bits(cols: int) -> int:
+    """The largest whole number that the compiled kernels round an activation to."""
+    return min(2**15 - 1, (2**31 - 1) // (LIMIT * cols))

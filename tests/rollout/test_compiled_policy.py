@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from quant.formats import FORMATS, FormatName
-from quant.int8 import Int8Weight, dequantise_weight
+from quant.formats import FORMATS, Format, FormatName, make_head, make_linear
+from quant.int8 import Int8Weight, quantise_tokens
+from quant.linear import Linear
+from rollout import transformer_policy
 from rollout.checkpoint import read_config
 from rollout.compiled_policy import CompiledPolicy
 from rollout.errors import KernelsUnavailable
 from rollout.packing import unpack
 from rollout.policy import Window
 from rollout.transformer_policy import TransformerPolicy
-from tests.rollout.policies import packed_weights
+from tests.rollout.policies import most_of_16_bits, packed_weights
 from tests.tiny_model import tiny_folder
 
 FORMAT_NAMES: list[FormatName] = ["none", "int8_w8a16", "int8_w8a8"]
@@ -59,20 +61,45 @@ def compiled(
     return policy
 
 
+class SixteenBits:
+    """INT8 weights under activations of 16 bits, exact between them."""
+
+    kernel = "reference"
+
+    def __init__(self, weight: Int8Weight, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = self._weight.values, self._weight.scales.float()
+        whole, steps = quantise_tokens(x, most=most_of_16_bits(values.shape[1]))
+        sums = (whole.double() @ values.double().T).float()
+        y = sums * steps[:, None] * scales
+        return y if self._bias is None else y + self._bias
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._weight.values, self._weight.scales]
+
+
 def reference(folder: Path, format_: FormatName = "none") -> TransformerPolicy:
-    """The torch decoder in float32; W8A16 as float32 over the weights that INT8 stands for, since its
-    torch kernel rounds activations to bf16 and the compiled one does not."""
+    """The torch decoder in float32, with the activations of 16 bits that the compiled kernels have: its
+    own are bf16, or not rounded."""
     config, packed = read_config(folder), packed_weights(folder, format_)
     policy = TransformerPolicy(
         config, FORMATS[format_], num_slots=6, context_len=128, dtype=torch.float32
     )
-    tensors = unpack(packed, config, FORMATS[format_], torch.float32)
-    if format_ == "int8_w8a16":
-        tensors = {
-            name: dequantise_weight(tensor) if isinstance(tensor, Int8Weight) else tensor
-            for name, tensor in tensors.items()
-        }
-    policy.swap(policy.build(tensors))
+
+    def linear(of: Format, weight: torch.Tensor | Int8Weight, bias: torch.Tensor | None) -> Linear:
+        if of.name != "int8_w8a16" or not isinstance(weight, Int8Weight):
+            return make_linear(of, weight, bias)
+        return SixteenBits(weight, bias)
+
+    def head(weight: torch.Tensor | Int8Weight) -> Linear:
+        return SixteenBits(weight) if isinstance(weight, Int8Weight) else make_head(weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer_policy, "make_linear", linear)
+        patch.setattr(transformer_policy, "make_head", head)
+        policy.swap(policy.build(unpack(packed, config, FORMATS[format_], torch.float32)))
     return policy
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from quant.formats import FORMATS, FormatName
-from quant.int8 import dequantise_weight, quantise_tokens, quantise_weight
+from quant.int8 import LIMIT, Int8Weight, quantise_tokens, quantise_weight
 from rollout import compiled_policy, kernels
 from rollout.checkpoint import read_config
 from rollout.compiled_weights import Packer
 from rollout.errors import KernelsUnavailable
 from rollout.kernels import Kernels, find_kernels, pointer
 from rollout.policy import Window
-from tests.rollout.policies import packed_weights
+from tests.rollout.policies import most_of_16_bits, packed_weights
 
 SHAPES = [(16, 16), (48, 33), (100, 7), (5, 130), (960, 576)]
 """[rows, cols]: whole panels and parts of one, odd and even widths."""
@@ -67,6 +67,13 @@ def made(rows: int, cols: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor,
     )
 
 
+def product_of_whole_numbers(weight: Int8Weight, x: torch.Tensor, *, most: int) -> torch.Tensor:
+    """x W^T with the activations of each token rounded to so many steps either way."""
+    whole, steps = quantise_tokens(x, most=most)
+    sums = (whole.double() @ weight.values.double().T).float()  # before it is narrowed, exact
+    return sums * steps[:, None] * weight.scales
+
+
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
 @pytest.mark.parametrize("tokens", range(1, 15))
 def test_every_kind_of_map_computes_what_torch_computes(
@@ -74,18 +81,15 @@ def test_every_kind_of_map_computes_what_torch_computes(
 ) -> None:
     weight, x, bias = made(rows, cols, tokens)
     narrow, quantised = weight.bfloat16(), quantise_weight(weight, torch.float32)
-    whole, steps = quantise_tokens(x)
-    sums = (whole.double() @ quantised.values.double().T).float()  # exact
-    rounded = sums * steps[:, None] * quantised.scales
     for matrix, int8_inputs, expected in (
         (weight, False, x.double() @ weight.double().T),
         (narrow, False, x.double() @ narrow.double().T),
-        (quantised, False, x.double() @ dequantise_weight(quantised).double().T),
-        (quantised, True, rounded),
+        (quantised, False, product_of_whole_numbers(quantised, x, most=most_of_16_bits(cols))),
+        (quantised, True, product_of_whole_numbers(quantised, x, most=LIMIT)),
     ):
         for b in (None, bias):
             y = linear(library, matrix, x, b, int8_inputs=int8_inputs)
-            at_most = 1e-6 if int8_inputs else 1e-5 * cols**0.5
+            at_most = 1e-6 if matrix is quantised else 1e-5 * cols**0.5
             torch.testing.assert_close(
                 y.double(),
                 expected.double() + (0 if b is None else b.double()),
@@ -119,15 +123,31 @@ def test_a_token_that_is_not_finite_shows_and_touches_no_other(library: Kernels)
 
 
 def test_activations_far_from_one_lose_nothing(library: Kernels) -> None:
-    """All of a token at one magnitude, tiny or huge, and a token of zeros."""
+    """All of a token at one magnitude, tiny or huge, and a token of zeros, or of what is as good."""
     weight, x, _ = made(32, 64, 3)
     quantised = quantise_weight(weight, torch.float32)
-    for factor in (1e-30, 1e30):
-        y = linear(library, quantised, x * factor, None, int8_inputs=True)
-        torch.testing.assert_close(
-            y / factor, linear(library, quantised, x, None, int8_inputs=True)
-        )
-    assert bool((linear(library, quantised, x * 0, None, int8_inputs=True) == 0).all())
+    for int8_inputs in (False, True):
+        y = linear(library, quantised, x, None, int8_inputs=int8_inputs)
+        for factor in (1e-30, 1e30):
+            scaled = linear(library, quantised, x * factor, None, int8_inputs=int8_inputs)
+            torch.testing.assert_close(scaled / factor, y)
+        for factor in (0, 1e-44):
+            nothing = linear(library, quantised, x * factor, None, int8_inputs=int8_inputs)
+            assert bool((nothing == 0).all())
+
+
+@pytest.mark.parametrize("cols", [130, 576, 8192])
+def test_the_largest_sum_of_whole_numbers_fits_and_all_its_bits_are_used(
+    cols: int, library: Kernels
+) -> None:
+    """Every weight and activation at its limit, so that one step more would overflow."""
+    weight = quantise_weight(torch.ones(16, cols), torch.float32)
+    y = linear(library, weight, torch.full((1, cols), 3.0), None, int8_inputs=False)
+    torch.testing.assert_close(y, torch.full((1, 16), 3.0 * cols), rtol=1e-6, atol=0.0)
+    small = torch.full((1, cols), 3.0 / most_of_16_bits(cols))
+    small[0, 0] = 3.0
+    y = linear(library, weight, small, None, int8_inputs=False)
+    torch.testing.assert_close(y, torch.full((1, 16), float(small.sum())), rtol=1e-6, atol=0.0)
 
 
 def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,14 @@ __m512i widen(const V& narrow) {
   for (int i = 0; i < N; i++) out.at[i] = lanes<From>(narrow).at[i];
   return vector<__m512i>(out);
 }
+template <class To, class V>
+V narrow(__m512i wide) {
+  Lanes<To> out;
+  for (int i = 0; i < 16; i++) out.at[i] = (To)lanes<int32_t>(wide).at[i];
+  V first;
+  std::memcpy(&first, &out, sizeof first);
+  return first;
+}
 template <class F>
 __m512 each(__m512 a, F f) {
   for (int i = 0; i < 16; i++) a[i] = f(a[i]);
@@ -74,19 +82,17 @@ inline __m256i _mm256_loadu_si256(const void* p) {
   std::memcpy(&out, p, 32);
   return out;
 }
-inline __m128i _mm_loadu_si128(const void* p) {
-  __m128i out;
-  std::memcpy(&out, p, 16);
-  return out;
-}
+inline void _mm256_storeu_si256(void* p, __m256i a) { std::memcpy(p, &a, 32); }
+inline void _mm_storeu_si128(void* p, __m128i a) { std::memcpy(p, &a, 16); }
 inline __m512i _mm512_set1_epi32(int x) {
   Lanes<int32_t> out;
   for (int32_t& lane : out.at) lane = x;
   return vector<__m512i>(out);
 }
 inline __m512i _mm512_cvtepu16_epi32(__m256i a) { return widen<int32_t, uint16_t, 16>(a); }
-inline __m512i _mm512_cvtepi8_epi32(__m128i a) { return widen<int32_t, int8_t, 16>(a); }
 inline __m512i _mm512_cvtepi8_epi16(__m256i a) { return widen<int16_t, int8_t, 32>(a); }
+inline __m256i _mm512_cvtepi32_epi16(__m512i a) { return narrow<int16_t, __m256i>(a); }
+inline __m128i _mm512_cvtepi32_epi8(__m512i a) { return narrow<int8_t, __m128i>(a); }
 inline __m512i _mm512_slli_epi32(__m512i a, int bits) {
   auto out = lanes<uint32_t>(a);
   for (uint32_t& lane : out.at) lane <<= bits;
@@ -120,5 +126,8 @@ inline __m512i _mm512_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   auto y = lanes<int8_t>(b);
   for (int i = 0; i < 64; i++) out.at[i / 4] += x.at[i] * y.at[i];
   return vector<__m512i>(out);
+}
+inline __m512i _mm512_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 }
 #define _mm_pause() __builtin_ia32_pause()
