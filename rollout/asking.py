@@ -83,9 +83,10 @@ class Asking:
             self._credit_by_rows[size] = credit + TRYING
         return credit > 0
 
-    def turns(self, num_rows: int) -> Sequence[int]:
-        """The rows, by index, that are asked in this round though asking does not pay."""
-        credit = self._credit + self._rows_a_round
+    def turns(self, num_rows: int, rounds: int = 1) -> Sequence[int]:
+        """The rows, by index, that are asked in this round though asking does not pay; `rounds`: since
+        the last question."""
+        credit = self._credit + rounds * self._rows_a_round
         few = int(min(credit, num_rows))
         self._credit = min(credit - few, 1.0)
         if not few:
@@ -152,9 +153,9 @@ class Probes:
     _waited: int = 0
     _patience: int = 0
 
-    def due(self) -> bool:
-        """Counts a round in which nothing was scored."""
-        self._waited += 1
+    def due(self, rounds: int = 1) -> bool:
+        """Counts rounds in which nothing was scored."""
+        self._waited += rounds
         if self._waited <= self.every << self._patience:
             return False
         self._waited, self._patience = 0, min(self._patience + 1, MOST_PATIENT)

@@ -27,7 +27,7 @@ again with the same uniforms: the engine drops those (`RolloutRequest.attempt`).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -52,6 +52,9 @@ RETIME = 16
 """Rounds for which it holds while rows keep other numbers of tokens, and of which one is timed."""
 FIRST_TIMINGS = 64
 """All of these are taken."""
+LULL = 4
+"""Rounds for which the second decision in a row to ask nobody holds: behind a forward that has driven
+everything out of the caches, even to look at the reasons again takes .5% of a step of few rows."""
 FEW_ROWS = 4
 """Rows up to which a round may score several times its mean of tokens, or none: there what a further
 token adds is looked up for the round, not for the mean."""
@@ -161,13 +164,13 @@ class _Sums:
     offered: float = 0.0
     kept: float = 0.0
 
-    def add(self, choice: Choice) -> None:
-        self.rounds += 1
-        self.plain += not choice.kept
-        self.price += min(choice.price, 1.0)
-        self.speedup += choice.speedup
-        self.offered += choice.offered
-        self.kept += choice.kept
+    def add(self, choice: Choice, times: int = 1) -> None:
+        self.rounds += times
+        self.plain += times * (not choice.kept)
+        self.price += times * min(choice.price, 1.0)
+        self.speedup += times * choice.speedup
+        self.offered += times * choice.offered
+        self.kept += times * choice.kept
 
 
 class AdaptiveDraftLen:
@@ -211,6 +214,8 @@ class AdaptiveDraftLen:
         self._timed = self._num_timed = self._untimed = 0
         """Tokens of the step that was timed last, for another like it says little new; timings so far;
         rounds since the last."""
+        self._lull = self._lulled = 0
+        """Rounds for which the last decision holds yet, and has held without being looked at."""
         self._reach = float(max_len)
         """Tokens a row that are asked for where every row is."""
         self._asked: set[int] = set()
@@ -231,14 +236,44 @@ class AdaptiveDraftLen:
     def choose(
         self, rows: Sequence[Row], *, can_branch: bool = True, draining: bool = False
     ) -> list[int]:
-        num_rows, kept = len(rows), self.last.kept
-        quiet = not kept
+        num_rows, before = len(rows), self.last
+        if self._lull and num_rows == before.num_rows:
+            self._lull, self._lulled = self._lull - 1, self._lulled + 1
+            return [0] * num_rows
+        rounds = self._end_lull()
         self._branching, self._probed, self._asked = False, None, set()
         self.last = Choice(num_rows)
         if not rows or not self.max_len or not self._cost.known:
             return [0] * num_rows
-        self._price_round(num_rows, kept)
-        if objection := self._realised.objection(num_rows):
+        self._price_round(num_rows, before.kept, rounds)
+        lengths = self._lengths(
+            rows,
+            quiet=not before.kept,
+            can_branch=can_branch,
+            draining=draining,
+            rounds=rounds,
+        )
+        if any(lengths):
+            self._weigh(rows, draining)
+            self._asked = {row.serial for row, length in zip(rows, lengths) if length}
+            self.last.asked = len(self._asked)
+        elif not before.asked:
+            self._lull = LULL - 1
+        return lengths
+
+    def _end_lull(self) -> int:
+        """Rounds since the last decision."""
+        lulled, self._lull, self._lulled = self._lulled, 0, 0
+        if lulled:
+            self._sums.add(self.last, lulled)
+        return 1 + lulled
+
+    def _lengths(
+        self, rows: Sequence[Row], *, quiet: bool, can_branch: bool, draining: bool, rounds: int
+    ) -> list[int]:
+        """What to ask for; `quiet`: the round before kept nothing."""
+        num_rows = len(rows)
+        if objection := self._realised.objection(num_rows, rounds):
             self.last.why = objection
             return [0] * num_rows
         if (
@@ -248,30 +283,26 @@ class AdaptiveDraftLen:
             and self._tree_pays()
         ):
             self._branching = True
-            self.last.why, lengths = "trees", [self._trees.nodes] * num_rows
+            self.last.why = "trees"
+            return [self._trees.nodes] * num_rows
+        if self._asking.cheap:
+            lengths = self._offers(num_rows, rounds)
+        elif quiet and self._age:
+            self.last.why = "the last plan, to draft nothing, holds as long as its price"
+            lengths = [0] * num_rows
+        elif not self._asking.affords(num_rows):
+            self.last.why, lengths = "drafting has lost too much", [0] * num_rows
         else:
-            if self._asking.cheap:
-                lengths = self._offers(num_rows)
-            elif quiet and self._age:
-                self.last.why = "the last plan, to draft nothing, holds as long as its price"
-                lengths = [0] * num_rows
-            elif not self._asking.affords(num_rows):
-                self.last.why, lengths = "drafting has lost too much", [0] * num_rows
-            else:
-                self._weigh(rows, draining)
-                lengths = self._planned(rows)
-            if quiet and self._probes.due():
-                self._probe(rows, lengths)
-        if any(lengths):
             self._weigh(rows, draining)
-            self._asked = {row.serial for row, length in zip(rows, lengths) if length}
-            self.last.asked = len(self._asked)
+            lengths = self._planned(rows)
+        if quiet and self._probes.due(rounds):
+            self._probe(rows, lengths)
         return lengths
 
-    def _price_round(self, num_rows: int, kept: int) -> None:
+    def _price_round(self, num_rows: int, kept: int, rounds: int) -> None:
         """A price holds for some rounds of as many rows, and for fewer where other numbers of tokens
         are kept."""
-        self._age += 1
+        self._age += rounds
         rows_before, kept_before = self._priced
         holds = 0
         if kept == kept_before:
@@ -310,12 +341,12 @@ class AdaptiveDraftLen:
         chain_rate = self._best_speedup / self.last.plain_s
         return self._trees.pays(self.last.num_rows, self._cost, chain_rate)
 
-    def _offers(self, num_rows: int) -> list[int]:
+    def _offers(self, num_rows: int, rounds: int) -> list[int]:
         """For every row, or full length for a few in turn while asking costs more than it earns."""
         if self._asking.pays:
             self.last.why = "proposing is cheap"
             return [math.ceil(self._reach)] * num_rows
-        lengths, turns = [0] * num_rows, self._asking.turns(num_rows)
+        lengths, turns = [0] * num_rows, self._asking.turns(num_rows, rounds)
         if turns:  # a few tokens at most, whatever the price of many
             self._cut = max(self._cut, self._first_cut)
             for row in turns:
@@ -427,6 +458,8 @@ class AdaptiveDraftLen:
     # ---- after the round ------------------------------------------------------------------
 
     def observe(self, round_: RoundCost) -> None:
+        if self._lulled:
+            return
         self._stragglers.observe(round_.trials)
         if round_.plain_tokens and self._says_something(round_.scored_tokens):
             self._cost.add(round_.scored_tokens, round_.seconds)
@@ -476,7 +509,9 @@ class AdaptiveDraftLen:
         )
 
     def gauges(self) -> Mapping[str, float]:
-        return {f"draft/{name}": value for name, value in asdict(self._sums).items()}
+        sums = replace(self._sums)
+        sums.add(self.last, self._lulled)
+        return {f"draft/{name}": value for name, value in asdict(sums).items()}
 
     def explain(self) -> str:
         return str(self.last)

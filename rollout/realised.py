@@ -81,13 +81,14 @@ class Realised:
     def __init__(self) -> None:
         self._by_size: dict[int, _Rounds] = {}
 
-    def objection(self, num_rows: int) -> str | None:
-        """Why the next round of so many rows must not draft; None: it may. Counts the round."""
+    def objection(self, num_rows: int, rounds: int = 1) -> str | None:
+        """Why the next round of so many rows must not draft; None: it may. Counts the rounds since the
+        last question."""
         found = self._by_size.get(num_rows.bit_length())
         if found is None:
             return None
         if found.rest:
-            found.rest -= 1
+            found.rest = max(0, found.rest - rounds)
             return "drafting has lost by the clock"
         if found.since_plain >= found.wait:
             return "to time a plain step"

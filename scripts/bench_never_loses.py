@@ -50,7 +50,7 @@ ADAPTIVE, PLAIN, AGAIN = "adaptive", "plain", "plain again"
 FIXED_LENS = (1, 3, 8)
 MAX_LEN = 8
 MOST_SCORED = 128
-PAIR_REPEATS = 3
+PAIR_REPEATS = 8
 TURN = 8
 """Rounds of a way before the next one's turn."""
 AROUND = 3

@@ -203,11 +203,11 @@ def test_a_belief_that_nothing_puts_right_ends_by_the_clock() -> None:
     on, offered = Machine(lambda tokens: 0.004 + 0.002 * max(0.0, tokens - 4)), Tokens([0.6])
 
     class Stubborn(AdaptiveDraftLen):
-        def _price_round(self, num_rows: int, kept: int) -> None:
-            super()._price_round(num_rows, kept)
+        def _price_round(self, num_rows: int, kept: int, rounds: int) -> None:
+            super()._price_round(num_rows, kept, rounds)
             self._cut, self._cuts = 0.0, []
 
-        def _offers(self, num_rows: int) -> list[int]:
+        def _offers(self, num_rows: int, rounds: int) -> list[int]:
             return [self.max_len] * num_rows
 
     def versus_plain(chooser: AdaptiveDraftLen) -> float:
@@ -215,6 +215,6 @@ def test_a_belief_that_nothing_puts_right_ends_by_the_clock() -> None:
         return rate / plain_tokens_per_s(on, 4)
 
     deaf = Stubborn(8)
-    deaf._realised.objection = lambda _: None  # type: ignore[method-assign]
+    deaf._realised.objection = lambda *_: None  # type: ignore[method-assign]
     assert versus_plain(deaf) < 0.5
     assert versus_plain(Stubborn(8)) > 0.9
