@@ -6,7 +6,9 @@
 
 Run by an interpreter that has vLLM. Three engines on the same weights live in one process, each with a
 cache of its own, hold the same prompts at the same time and take turns of as many tokens as `TURN`
-plain steps give, so that a machine whose speed drifts within a second is as fast for all of them:
+plain steps give, so that a machine whose speed drifts within a second is as fast for all of them. An
+engine is up to a per cent faster than one that was made before it, for as long as the process lasts, so
+there are two of each, made in opposite order, for every other repeat:
 
     controller  our plug-in with history_sampled and the adaptive draft length
     plug_in     our plug-in, nobody drafts
@@ -36,7 +38,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,7 +79,7 @@ from scripts.bench_engine import fill_in, make_tell, own_stdout, rotated
 from scripts.bench_exact import Inexact
 from scripts.record_rollouts import make_prompts
 
-FULL = {"batches": "1,8,32", "tokens": 64, "repeats": 3, "history": 16}
+FULL = {"batches": "1,8,32", "tokens": 64, "repeats": 4, "history": 16}
 QUICK = {"batches": "1,2", "tokens": 8, "repeats": 1, "history": 2}
 TURN = 8
 """Steps of a plain engine before the next one's turn."""
@@ -314,7 +316,7 @@ class Cell:
 
 
 def measure(
-    contenders: Mapping[str, Contender],
+    sets: Sequence[Mapping[str, Contender]],
     prompts: Prompts,
     batch: int,
     *,
@@ -323,22 +325,23 @@ def measure(
     repeats: int,
     tell: Callable[[str], None],
 ) -> Cell:
-    """One batch size, over prompts in turn. A run before the repeats is not counted: draft lengths
-    learn prices in it."""
-    pool, controller = prompts[: max(batch, POOL)], contenders[CONTROLLER]
-    assert isinstance(controller, Ours), "it drafts"
+    """One batch size, over prompts in turn, the sets of contenders in turn. A run of each before the
+    repeats is not counted: draft lengths learn prices in it."""
+    pool, controllers = prompts[: max(batch, POOL)], [controller_of(one) for one in sets]
     tell(f"B={batch}: recording {num_earlier} rollouts a prompt")
-    controller.engine.renew(speculative=True)
-    run_to_end(controller.engine, requests_for(pool, num_tokens, seed=0, num_samples=num_earlier))
-    assert controller.engine.memory is not None, "history remembers"
-    earlier = controller.engine.memory.export()
-    cell = Cell(batch, num_tokens, {name: [] for name in contenders})
-    for repeat in range(-1, repeats):
-        tell(f"B={batch}: repeat {repeat + 1}/{repeats}")
+    first = controllers[0].engine
+    first.renew(speculative=True)
+    run_to_end(first, requests_for(pool, num_tokens, seed=0, num_samples=num_earlier))
+    assert first.memory is not None, "history remembers"
+    earlier = first.memory.export()
+    cell = Cell(batch, num_tokens, {name: [] for name in sets[0]})
+    for repeat in range(-len(sets), repeats):
+        tell(f"B={batch}: " + (f"repeat {repeat + 1}/{repeats}" if repeat >= 0 else "warming up"))
+        contenders, controller = (of[repeat % len(sets)] for of in (sets, controllers))
         controller.engine.renew(speculative=True)
         controller.engine.memory.merge(earlier)
         chosen = rotated(pool, batch * repeat)[:batch]
-        taken = in_turns(contenders, chosen, num_tokens, 2 + repeat, repeat)
+        taken = in_turns(contenders, chosen, num_tokens, 1 + len(sets) + repeat, repeat)
         if repeat < 0:
             continue
         for name, clocked in taken.items():
@@ -346,6 +349,25 @@ def measure(
         for sample in controller.samples:
             cell.counters.add(sample.counters)
     return cell
+
+
+def controller_of(contenders: Mapping[str, Contender]) -> Ours:
+    controller = contenders[CONTROLLER]
+    assert isinstance(controller, Ours), "it drafts"
+    return controller
+
+
+def make_contenders(spec: EngineSpec, *, compiled: bool, backwards: bool) -> dict[str, Contender]:
+    """By name, in an order that stays; made in that order or backwards."""
+    makers: dict[str, Callable[[], Contender]] = {
+        CONTROLLER: lambda: Ours(spec),
+        PLUG_IN: lambda: Ours(replace(spec, proposer="none")),
+        VLLM: lambda: Stock(spec, compiled=False),
+    }
+    if compiled:
+        makers[COMPILED] = lambda: Stock(spec, compiled=True)
+    made = {name: makers[name]() for name in (reversed(makers) if backwards else makers)}
+    return {name: made[name] for name in makers}
 
 
 def check_exact(controller: Ours, prompts: Prompts, dtype: torch.dtype) -> float:
@@ -415,19 +437,15 @@ def run(arguments: argparse.Namespace, tell: Callable[[str], None]) -> dict[str,
         proposer="history_sampled",
     )  # an adaptive draft length is the default
     tell("starting the engines")
-    controller = Ours(spec)
-    contenders: dict[str, Contender] = {
-        CONTROLLER: controller,
-        PLUG_IN: Ours(replace(spec, proposer="none")),
-        VLLM: Stock(spec, compiled=False),
-    }
-    if arguments.compiled:
-        contenders[COMPILED] = Stock(spec, compiled=True)
+    sets = [
+        make_contenders(spec, compiled=arguments.compiled, backwards=backwards)
+        for backwards in (False, True)
+    ]
     tell("checking that what is timed is right")
-    error = check_exact(controller, prompts[:2], spec.torch_dtype)
+    error = check_exact(controller_of(sets[0]), prompts[:2], spec.torch_dtype)
     cells = [
         measure(
-            contenders,
+            sets,
             prompts,
             batch,
             num_tokens=arguments.tokens,
