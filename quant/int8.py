@@ -19,7 +19,7 @@ Two uses of the same weights:
   on the batch, as the compiled ones.
 
 In both the output head is INT8 weights under activations that torch does not round and the compiled
-kernels round to 16 bits.
+kernels round as those of W8A16.
 """
 
 from dataclasses import dataclass
@@ -53,16 +53,14 @@ def dequantise_weight(weight: Int8Weight) -> torch.Tensor:
     return weight.values.float() * weight.scales.float()[:, None]
 
 
-def quantise_tokens(
-    activations: torch.Tensor, *, most: int = LIMIT
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, in] -> values [N, in], whole numbers in [-most, most] as float32, and float32 scales [N]."""
+def quantise_tokens(activations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, in] -> values [N, in], whole numbers in float32, and float32 scales [N]."""
     activations = activations.float()
-    scales = _scales(activations.abs().amax(-1), most)  # [N]
-    return (activations / scales[:, None]).round().clamp(-most, most), scales
+    scales = _scales(activations.abs().amax(-1))  # [N]
+    return (activations / scales[:, None]).round().clamp(-LIMIT, LIMIT), scales
 
 
-def _scales(absmax: torch.Tensor, most: int = LIMIT) -> torch.Tensor:
+def _scales(absmax: torch.Tensor) -> torch.Tensor:
     """Steps for float32 maxima: never 0; NaN stays NaN, so that it shows in every product."""
-    steps = absmax / most
+    steps = absmax / LIMIT
     return torch.where(steps == 0, 1.0, steps)

@@ -138,7 +138,8 @@ ROUNDINGS = {
 
 
 def rounding_of(spec: EngineSpec, sampling: SamplingParams) -> Rounding:
-    """By the coarsest rounding between two layers: W8A16 rounds activations to bf16 at any dtype."""
+    """By the coarsest rounding between two layers: W8A16 keeps 16 bits of activations and of what is
+    cached, at any dtype."""
     kind: str = spec.target_format
     if kind != "int8_w8a8" and spec.torch_dtype != torch.float32:
         kind = "bfloat16"

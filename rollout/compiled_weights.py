@@ -46,7 +46,7 @@ class Packer:
     """Packs tensors and keeps them alive."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self._pairs, self._bytes = kernels.pairs, kernels.bytes
+        self._inner16, self._inner8 = kernels.inner16, kernels.inner8
         self.tensors: list[torch.Tensor] = []
 
     def vector(self, tensor: torch.Tensor | None) -> int | None:
@@ -63,7 +63,7 @@ class Packer:
             weight = self._kept(panels(matrix if kind == BFLOAT16 else matrix.float(), 1))
             return Linear(weight, None, None, self.vector(bias), rows, cols, kind)
         rows, cols = matrix.values.shape
-        inner = self._bytes if int8_inputs else self._pairs
+        inner = self._inner8 if int8_inputs else self._inner16
         weight = self._kept(panels(matrix.values, inner))
         sums: int | None = None
         if int8_inputs:  # what activations of x + 128 add: csrc/vec.h

@@ -136,8 +136,8 @@ class Kernels:
 
     library: ctypes.CDLL
     instructions: str
-    pairs: int
-    bytes: int
+    inner16: int
+    inner8: int
     """Weights of a row that stand side by side under activations of 16 bits, and of 8 (linear.h)."""
     build_s: float
     """What compiling took; 0 when it was cached."""
@@ -224,7 +224,7 @@ def load(path: Path, build_s: float = 0.0) -> Kernels:
         forward.argtypes, forward.restype = [*pointers, ctypes.c_void_p], None
     assert library.er_phases() == len(PHASES)
     name = library.er_instructions().decode()
-    return Kernels(library, name, library.er_pairs(), library.er_bytes(), build_s)
+    return Kernels(library, name, library.er_inner16(), library.er_inner8(), build_s)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

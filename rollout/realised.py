@@ -32,6 +32,8 @@ REST, MOST_PATIENT = 64, 5
 """Rounds that drafting rests after it has lost, and how often that may double."""
 MEMORY, MEMORY_PLAIN = 16, 4
 """Comparisons, and plain rounds of one, that a mean reaches back."""
+TIMING = "to time a plain step"
+"""The objection that holds for one round."""
 STALL = 3.0
 """A round counts as at most this many times the mean: a machine that stood still says nothing."""
 
@@ -91,7 +93,7 @@ class Realised:
             found.rest = max(0, found.rest - rounds)
             return "drafting has lost by the clock"
         if found.since_plain >= found.wait:
-            return "to time a plain step"
+            return TIMING
         return None
 
     def observe(self, round_: RoundCost, plain_s: float, kept: int, gained: float) -> None:

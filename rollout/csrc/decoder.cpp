@@ -131,16 +131,16 @@ template <class Cached>
 void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch& s) {
   const int n = b.tokens, hidden = m.hidden, inner = m.intermediate, head = m.head_dim;
   const int q_size = m.heads * head, kv_size = m.kv_heads * head, qkv_size = q_size + 2 * kv_size;
-  const int widest = std::max(std::max(hidden, inner), q_size);
+  const int widest = std::max(std::max(hidden, inner), q_size), most = std::max(n, b.scored);
   auto at_least = [](auto& v, size_t size) {
     if (v.size() < size) v.resize(size);
   };
   at_least(s.hidden, (size_t)n * hidden);
-  at_least(s.normed, (size_t)std::max(n, b.scored) * widest);
+  at_least(s.normed, (size_t)most * widest);
   at_least(s.qkv, (size_t)n * qkv_size);
   at_least(s.gate_up, (size_t)n * 2 * inner);
-  at_least(s.step, n);
-  at_least(s.q, (size_t)n * padded(widest));
+  at_least(s.step, most);
+  at_least(s.q, (size_t)most * padded(widest));
   at_least(s.scores, b.threads);
   const std::vector<AttentionItem> items = attention_items(b.window, b.windows, m.kv_heads);
 
@@ -212,7 +212,7 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
         attend(items[i], layer, cache, m.heads / m.kv_heads, s.qkv.data(), qkv_size, s.normed.data(),
                q_size, s.scores[thread]);
       meet(ATTENTION);
-      if (block.out.kind == INT8 || block.out.kind == INT8_INT8) {
+      if (reads_whole(block.out)) {
         each_token(n, [&](int t) { whole_for(block.out, t, q_size); });
         meet(NORM);
       }
@@ -247,8 +247,8 @@ void forward(const Model& m, const Cache<Cached>& cache, const Batch& b, Scratch
 extern "C" {
 
 // Weights of a row that stand side by side in the packing for activations of 16 bits, and of 8.
-int er_pairs() { return Pairs::inner; }
-int er_bytes() { return Bytes::inner; }
+int er_inner16() { return Pairs::inner; }
+int er_inner8() { return ForInt8::inner; }
 int er_phases() { return PHASES; }
 const char* er_instructions() {
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)

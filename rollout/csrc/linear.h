@@ -22,7 +22,7 @@ constexpr int LIMIT = 127;  // of a whole number of 8 bits; quant.int8.LIMIT
 struct Linear {
   const void* weight;
   const float* scale;      // [rows], INT8 and INT8_INT8
-  const int32_t* row_sum;  // [rows], INT8_INT8: sums of a row's weights
+  const int32_t* row_sum;  // [rows], INT8_INT8: sums of a row's weights times 128
   const float* bias;       // [rows] or null
   int32_t rows, cols;      // before padding
   int32_t kind;
@@ -49,9 +49,7 @@ struct Panels {  // float32 activations, W the stored weight
   }
   static F16 spread(const float* x) { return broadcast(x); }
   static Sum accumulate(Sum s, F16 x, F16 w) { return fma(x, w, s); }
-  static F16 finish(Sum s, const Linear& m, const Input&, int, int row) {
-    return m.scale ? s * load(m.scale + row) : s;
-  }
+  static F16 finish(Sum s, const Linear&, const Input&, int, int) { return s; }
 };
 
 template <class Pack>
@@ -196,11 +194,11 @@ inline void linear(const Linear& m, const Input& in, int tokens, float* y, int64
     case INT8:
       return run_panels<IntPanels<Pairs>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
     case INT8_INT8:
-      return run_panels<IntPanels<Bytes>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
+      return run_panels<IntPanels<ForInt8>, int8_t>(m, in, first, last, tokens, y, y_stride, into);
   }
 }
 
-// Row `row` of a packed weight as float32: how a tied embedding is read.
+// Row `row` of a packed weight as float32: how an embedding is read, which is never INT8_INT8.
 inline void unpack_row(const Linear& m, int row, float* out) {
   const int panel = row / LANES, lane = row % LANES;
   if (m.kind == INT8) {
@@ -223,7 +221,7 @@ inline void unpack_row(const Linear& m, int row, float* out) {
   }
 }
 
-// Whole numbers in [-most, most] and their step, per token (`quant.int8.quantise_tokens`). A token that
+// Whole numbers in [-most, most] and their step, per token (as `quant.int8.quantise_tokens`). A token that
 // is not finite gets the step NaN, which shows in all it touches; one whose step would have lost its
 // digits counts as zeros.
 template <class Pack>
@@ -251,11 +249,13 @@ inline float quantise(const float* x, int cols, int most, typename Pack::Activat
 // The most that 16 bits hold and that leaves a sum of `cols` products within 32 bits.
 inline int most_of_16_bits(int cols) { return std::min(INT16_MAX, INT32_MAX / (LIMIT * cols)); }
 
+inline bool reads_whole(const Linear& m) { return m.kind == INT8 || m.kind == INT8_INT8; }
+
 // Token `token` for the map, where that reads whole numbers.
 inline void quantise_for(const Linear& m, const float* x, int token, void* q, int q_stride, float* step) {
+  if (!reads_whole(m)) return;
   const int64_t at = (int64_t)token * q_stride;
-  if (m.kind == INT8)
-    step[token] = quantise<Pairs>(x, m.cols, most_of_16_bits(m.cols), (int16_t*)q + at, q_stride);
-  if (m.kind == INT8_INT8)
-    step[token] = quantise<Bytes>(x, m.cols, LIMIT, (Bytes::Activation*)q + at, q_stride);
+  step[token] = m.kind == INT8
+      ? quantise<Pairs>(x, m.cols, most_of_16_bits(m.cols), (int16_t*)q + at, q_stride)
+      : quantise<ForInt8>(x, m.cols, LIMIT, (ForInt8::Activation*)q + at, q_stride);
 }

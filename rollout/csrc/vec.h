@@ -84,9 +84,9 @@ inline void store_whole(uint8_t* p, F16 x) {
   const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x.v), _mm512_set1_epi32(Quads::offset));
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
 }
-using Bytes = Quads;  // for activations of 8 bits
+using ForInt8 = Quads;  // activations of 8 bits
 #else
-using Bytes = Pairs;
+using ForInt8 = Pairs;
 #endif
 constexpr int SUMS = 24, MOST_TOKENS = 12;  // of a tile: sums of 16 lanes that fit the registers
 constexpr int STREAMED_SUMS = 12;            // and that hide the latency of one
@@ -155,9 +155,10 @@ inline I16 operator-(I16 x, I16 y) { return {x.a - y.a, x.b - y.b}; }
 struct Packed16 {
   __m256i a, b;
 };
+using Group = int32_t __attribute__((may_alias));
 inline Packed16 broadcast_packed(const void* x) {  // in program order, as above
   __m256i group;
-  asm volatile("vpbroadcastd %1, %0" : "=x"(group) : "m"(*(const int32_t*)x));
+  asm volatile("vpbroadcastd %1, %0" : "=x"(group) : "m"(*(const Group*)x));
   return {group, group};
 }
 inline void store_whole(int16_t* p, F16 x) {
@@ -176,7 +177,7 @@ struct Pairs {
     return {sum.a + (Ints)_mm256_madd_epi16(x.a, w.a), sum.b + (Ints)_mm256_madd_epi16(x.b, w.b)};
   }
 };
-using Bytes = Pairs;
+using ForInt8 = Pairs;
 constexpr int SUMS = 6, MOST_TOKENS = 6, STREAMED_SUMS = 6;
 constexpr bool ROOM_FOR_WEIGHTS = false;
 

@@ -96,3 +96,9 @@ def same_tensors(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tens
 def most_of_16_bits(cols: int) -> int:
     """The largest whole number that the compiled kernels round an activation to."""
     return min(2**15 - 1, (2**31 - 1) // (LIMIT * cols))
+
+
+def whole_numbers(x: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, in] -> whole numbers in [-most, most] [N, in] and the step of each token [N]."""
+    steps = x.abs().amax(-1) / most
+    return (x / steps[:, None]).round(), steps

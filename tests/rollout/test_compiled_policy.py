@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quant.formats import FORMATS, Format, FormatName, make_head, make_linear
-from quant.int8 import Int8Weight, quantise_tokens
+from quant.int8 import Int8Weight
 from quant.linear import Linear
 from rollout import transformer_policy
 from rollout.checkpoint import read_config
@@ -18,7 +18,7 @@ from rollout.errors import KernelsUnavailable
 from rollout.packing import unpack
 from rollout.policy import Window
 from rollout.transformer_policy import TransformerPolicy
-from tests.rollout.policies import most_of_16_bits, packed_weights
+from tests.rollout.policies import most_of_16_bits, packed_weights, whole_numbers
 from tests.tiny_model import tiny_folder
 
 FORMAT_NAMES: list[FormatName] = ["none", "int8_w8a16", "int8_w8a8"]
@@ -71,7 +71,7 @@ class SixteenBits:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         values, scales = self._weight.values, self._weight.scales.float()
-        whole, steps = quantise_tokens(x, most=most_of_16_bits(values.shape[1]))
+        whole, steps = whole_numbers(x, most_of_16_bits(values.shape[1]))
         sums = (whole.double() @ values.double().T).float()
         y = sums * steps[:, None] * scales
         return y if self._bias is None else y + self._bias

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rollout.draft import Draft
 from rollout.draft_len import AdaptiveDraftLen
-from rollout.realised import PLAIN_EVERY, REST, TOGETHER, TRIED, Realised
+from rollout.realised import PLAIN_EVERY, REST, TOGETHER, TRIED, Realised, _Rounds
 from rollout.round_cost import RoundCost, Trial
 from rollout.row import Row
 from tests.rollout.simulated_rounds import Machine, Tokens, plain_tokens_per_s, rows, tokens_per_s
@@ -135,6 +135,17 @@ def test_drafting_that_gained_rests_no_longer_than_the_first_time() -> None:
         see(realised, decoded(live, kept=4, accepted=4))
     see(realised, decoded(live, kept=0, accepted=0))
     assert lose() == REST
+
+
+def test_a_rest_is_as_long_in_rounds_however_often_it_is_asked_about() -> None:
+    for rounds in (1, 4):
+        realised = Realised()
+        realised._by_size[(4).bit_length()] = found = _Rounds()
+        found.rest = REST
+        asked = 0
+        while realised.objection(4, rounds):
+            asked += 1
+        assert asked == REST // rounds
 
 
 def test_rounds_of_about_as_many_rows_are_judged_together() -> None:
