@@ -456,7 +456,7 @@ class AdaptiveDraftLen:
     def observe(self, round_: RoundCost) -> None:
         if self.last.plain_s:
             self._sums.add(self.last)
-        if self._lulled:  # every fourth round of a lull says what all of them would
+        if self._lulled:  # the first round of a lull says what all of them would
             return
         self._stragglers.observe(round_.trials)
         if round_.plain_tokens and self._says_something(round_.scored_tokens):

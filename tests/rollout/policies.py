@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from proposers.none import NoProposer
 from quant.formats import FORMATS, FormatName
-from quant.int8 import LIMIT
+from quant.int8 import LIMIT, Int8Weight
 from rollout.checkpoint import read_config, read_weights
 from rollout.draft_len import FixedDraftLen
 from rollout.native_engine import NativeEngine
@@ -98,7 +98,9 @@ def most_of_16_bits(cols: int) -> int:
     return min(2**15 - 1, (2**31 - 1) // (LIMIT * cols))
 
 
-def whole_numbers(x: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, in] -> whole numbers in [-most, most] [N, in] and the step of each token [N]."""
+def product_of_whole_numbers(weight: Int8Weight, x: torch.Tensor, *, most: int) -> torch.Tensor:
+    """x W^T [N, out] with the activations [N, in] of each token rounded to so many steps either way."""
     steps = x.abs().amax(-1) / most
-    return (x / steps[:, None]).round(), steps
+    whole = (x / steps[:, None]).round()
+    sums = (whole.double() @ weight.values.double().T).float()  # before it is narrowed, exact
+    return sums * steps[:, None] * weight.scales.float()

@@ -18,7 +18,7 @@ from rollout.errors import KernelsUnavailable
 from rollout.packing import unpack
 from rollout.policy import Window
 from rollout.transformer_policy import TransformerPolicy
-from tests.rollout.policies import most_of_16_bits, packed_weights, whole_numbers
+from tests.rollout.policies import most_of_16_bits, packed_weights, product_of_whole_numbers
 from tests.tiny_model import tiny_folder
 
 FORMAT_NAMES: list[FormatName] = ["none", "int8_w8a16", "int8_w8a8"]
@@ -70,10 +70,8 @@ class SixteenBits:
         self._weight, self._bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales = self._weight.values, self._weight.scales.float()
-        whole, steps = whole_numbers(x, most_of_16_bits(values.shape[1]))
-        sums = (whole.double() @ values.double().T).float()
-        y = sums * steps[:, None] * scales
+        most = most_of_16_bits(self._weight.values.shape[1])
+        y = product_of_whole_numbers(self._weight, x, most=most)
         return y if self._bias is None else y + self._bias
 
     def tensors(self) -> list[torch.Tensor]:

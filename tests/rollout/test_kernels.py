@@ -14,7 +14,7 @@ from rollout.compiled_weights import Packer
 from rollout.errors import KernelsUnavailable
 from rollout.kernels import Kernels, Model, find_kernels, pointer
 from rollout.policy import Window
-from tests.rollout.policies import most_of_16_bits, packed_weights, whole_numbers
+from tests.rollout.policies import most_of_16_bits, packed_weights, product_of_whole_numbers
 
 SHAPES = [(16, 16), (48, 33), (100, 7), (5, 130), (960, 576)]
 """[rows, cols]: whole panels and parts of one, odd and even widths."""
@@ -65,13 +65,6 @@ def made(rows: int, cols: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor,
         torch.randn(tokens, cols, generator=generator),
         torch.randn(rows, generator=generator),
     )
-
-
-def product_of_whole_numbers(weight: Int8Weight, x: torch.Tensor, *, most: int) -> torch.Tensor:
-    """x W^T with the activations of each token rounded to so many steps either way."""
-    whole, steps = whole_numbers(x, most)
-    sums = (whole.double() @ weight.values.double().T).float()  # before it is narrowed, exact
-    return sums * steps[:, None] * weight.scales
 
 
 @pytest.mark.parametrize(("rows", "cols"), SHAPES)
