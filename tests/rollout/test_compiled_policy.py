@@ -140,6 +140,21 @@ def test_ragged_windows_score_as_the_torch_decoder_scores_them(
     assert max(errors) < {"none": 2e-4, "int8_w8a16": 0.05, "int8_w8a8": 1.0}[format_]
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_of_many_pages_scores_as_the_torch_decoder_scores_it(
+    name: str, tiny: Callable[[str], Path]
+) -> None:
+    """Scores of several pages are made side by side, and those that are left one by one; in a prompt,
+    and behind it for one token."""
+    fast, slow = compiled(tiny(name)), reference(tiny(name))
+    ids = ids_of(tiny(name), 118)
+    for window in (
+        Window(0, 0, ids[:117], num_logits=117),
+        Window(0, 117, ids[117:], num_logits=1),
+    ):
+        torch.testing.assert_close(fast.score([window]), slow.score([window]), atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("format_", FORMAT_NAMES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_tokens_logits_are_the_same_bits_in_every_window_and_batch(

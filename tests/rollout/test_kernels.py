@@ -127,7 +127,7 @@ def test_activations_far_from_one_lose_nothing(library: Kernels) -> None:
         for factor in (1e-30, 1e30):
             scaled = linear(library, quantised, x * factor, None, int8_inputs=int8_inputs)
             torch.testing.assert_close(scaled / factor, y)
-        for factor in (0, 1e-44):
+        for factor in (0, 1e-44, 1e-40):
             nothing = linear(library, quantised, x * factor, None, int8_inputs=int8_inputs)
             assert bool((nothing == 0).all())
 
