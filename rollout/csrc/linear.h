@@ -40,7 +40,7 @@ enum Into { SET, ADD };
 
 template <class W>
 struct Panels {  // float32 activations, W the stored weight
-  static constexpr int inner = 1;
+  static constexpr int inner = 1, most_streamed = sizeof(W) == 4 ? MOST_STREAMED : MOST_TOKENS;
   using Sum = F16;
   static Sum none() { return zero(); }
   static auto weights(const W* p) { return load(p); }
@@ -54,7 +54,7 @@ struct Panels {  // float32 activations, W the stored weight
 
 template <class Pack>
 struct IntPanels {
-  static constexpr int inner = Pack::inner;
+  static constexpr int inner = Pack::inner, most_streamed = MOST_TOKENS;
   using Sum = I16;
   using Activation = typename Pack::Activation;
   static Sum none() { return zero_int(); }
@@ -146,16 +146,16 @@ inline void panel_range(const Linear& m, const Input& in, int first, int last, i
   for (; panel < last; panel++) tile<M, W, 1, T>(m, in, panels, panel, token, y, y_stride, into);
 }
 
-template <class M, class W, int S>
+template <class M, class W, int S, int MOST>
 void run_tile(const Linear& m, const Input& in, int first, int last, int token, int tokens, float* y,
               int64_t y_stride, Into into) {
   switch (tokens) {
-#define CASE(T) \
-  case T: return panel_range<M, W, T, S>(m, in, first, last, token, y, y_stride, into);
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if defined(__AVX512F__)
-    CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+#define CASE(T)                                                                              \
+  case T:                                                                                    \
+    if constexpr (T <= MOST) panel_range<M, W, T, S>(m, in, first, last, token, y, y_stride, into); \
+    return;
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9)
+    CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15) CASE(16) CASE(17) CASE(18)
 #undef CASE
   }
 }
@@ -165,8 +165,8 @@ void run_tile(const Linear& m, const Input& in, int first, int last, int token, 
 template <class M, class W>
 void run_panels(const Linear& m, const Input& in, int first, int last, int tokens, float* y,
                 int64_t y_stride, Into into) {
-  if (tokens <= MOST_TOKENS) {
-    return run_tile<M, W, STREAMED_SUMS>(m, in, first, last, 0, tokens, y, y_stride, into);
+  if (tokens <= M::most_streamed) {
+    return run_tile<M, W, STREAMED_SUMS, M::most_streamed>(m, in, first, last, 0, tokens, y, y_stride, into);
   }
   const int tiles = (tokens + MOST_TOKENS - 1) / MOST_TOKENS;
   const int step = panels_beside(SUMS, (tokens + tiles - 1) / tiles);
@@ -174,7 +174,7 @@ void run_panels(const Linear& m, const Input& in, int first, int last, int token
     const int end = std::min(panel + step, last);
     for (int i = 0; i < tiles; i++) {
       const int token = (int64_t)tokens * i / tiles, next = (int64_t)tokens * (i + 1) / tiles;
-      run_tile<M, W, SUMS>(m, in, panel, end, token, next - token, y, y_stride, into);
+      run_tile<M, W, SUMS, MOST_TOKENS>(m, in, panel, end, token, next - token, y, y_stride, into);
     }
   }
 }

@@ -90,6 +90,7 @@ using ForInt8 = Pairs;
 #endif
 constexpr int SUMS = 24, MOST_TOKENS = 12;  // of a tile: sums of 16 lanes that fit the registers
 constexpr int STREAMED_SUMS = 12;            // and that hide the latency of one
+constexpr int MOST_STREAMED = 18;            // of float32, where reading weights takes longer than products
 constexpr bool ROOM_FOR_WEIGHTS = true;      // of all panels of a tile beside its sums
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -178,7 +179,7 @@ struct Pairs {
   }
 };
 using ForInt8 = Pairs;
-constexpr int SUMS = 6, MOST_TOKENS = 6, STREAMED_SUMS = 6;
+constexpr int SUMS = 6, MOST_TOKENS = 6, STREAMED_SUMS = 6, MOST_STREAMED = 6;
 constexpr bool ROOM_FOR_WEIGHTS = false;
 
 #else
