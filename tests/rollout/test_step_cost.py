@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from rollout.step_cost import StepCost
+from rollout.step_cost import StepCost, rising
 
 Curve = Callable[[float], float]
 
@@ -78,6 +78,15 @@ def test_no_width_is_free_because_it_is_large() -> None:
     assert cost.slope(9000) > 0.1 * 0.0016
 
 
+@pytest.mark.parametrize("slower", [0.3, 3.0, 20.0])
+def test_a_machine_of_another_speed_is_noticed_within_a_dozen_timings(slower: float) -> None:
+    cost = learnt(lambda tokens: slower * on_cpu(tokens), mixed(4, 8, 12, num=50))
+    for tokens in (4, 8, 12, 8) * 3:
+        cost.add(tokens, on_cpu(tokens))
+    for tokens in (4, 8, 12):
+        assert cost.seconds(tokens) == pytest.approx(on_cpu(tokens), rel=0.1), tokens
+
+
 def test_one_stall_changes_little() -> None:
     cost = learnt(on_cpu, mixed(1, 8, 32))
     cost.add(8, 100 * on_cpu(8))
@@ -90,6 +99,22 @@ def test_one_number_costs_what_it_costs_among_many() -> None:
     tokens = [0.5, 1, 1.5, 2, 3, 33.3, 131_071, 131_072, 1e6]
     for curve in (cost.seconds, cost.hoped):
         assert [curve(num) for num in tokens] == pytest.approx(curve.at(np.array(tokens)).tolist())
+
+
+def test_narrow_steps_that_were_never_timed_do_not_lift_those_that_were() -> None:
+    """A slow first step scales all beliefs; what is timed then falls further than its neighbours."""
+    cost = StepCost()
+    for tokens, seconds in ((8, 0.1), *((8, 0.005), (12, 0.006)) * 100):
+        cost.add(tokens, seconds)
+    for believed in (cost.seconds, cost.hoped):
+        assert believed(8) == pytest.approx(0.005, rel=0.03)
+        assert believed(12) == pytest.approx(0.006, rel=0.03)
+
+
+def test_of_values_that_fall_the_better_known_one_holds() -> None:
+    assert rising(np.array([3.0, 1.0, 4.0]), np.array([1.0, 1.0, 1.0])) == [2.0, 2.0, 4.0]
+    known = rising(np.array([3.0, 1.0, 4.0, 0.0]), np.array([1e6, 1e-6, 1e-6, 1e6]))
+    assert known == pytest.approx([1.0, 1.0, 4.0, 4.0])
 
 
 def test_a_timing_changes_what_was_asked_before() -> None:
