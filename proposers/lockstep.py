@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from rollout.conditions import Condition
-from rollout.draft import DenseLaw, Draft
+from rollout.draft import Draft
 from rollout.drafting import Drafting
 from rollout.errors import InvalidRequest
 from rollout.law import TargetLaws
@@ -96,14 +96,15 @@ class _Chain:
             token = laws.pick(index, 0.0)
             self.drafting.point(token)
         else:
-            token = self.drafting.sample(DenseLaw(laws.probs(index)))
+            token = self.drafting.sample_at(laws, index)
         self.goes_on = not self._ends(token) and self._go_on([token])
 
 
 def _over(logits: torch.Tensor, vocab_size: int, num_ids: int) -> torch.Tensor:
     """Logits [B, vocab_size] whose ids from `num_ids` on are impossible: padding of either head."""
     if logits.shape[-1] == vocab_size:
-        logits[:, num_ids:] = -torch.inf
+        if num_ids < vocab_size:
+            logits[:, num_ids:] = -torch.inf
         return logits
     fitted = logits.new_full((logits.shape[0], vocab_size), -torch.inf)
     fitted[:, :num_ids] = logits[:, :num_ids]

@@ -4,7 +4,7 @@ Three kinds of law, each with its own cheap verification; none builds a dense te
 
 - `PointMass`: the proposer named one token (n-gram, history, a greedy draft model);
 - `SparseLaw`: drawn from a few ids with probabilities (history counts, reduced vocabularies);
-- `DenseLaw`: drawn from a full row; the float tensor that was sampled from, itself.
+- `DenseLaw`: drawn from a full row; the very tensor that was sampled from.
 
 The kinds may be mixed within one draft. A draft is a chain, or a tree of point masses (SpecInfer,
 arXiv:2305.09781): several continuations at a position, of which the target may take one.
@@ -14,6 +14,7 @@ the two mistakes that verification cannot see. `rollout.drafting` is the interfa
 them; the enumeration tests plant them.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -38,9 +39,16 @@ class SparseLaw:
 
 @dataclass(frozen=True, slots=True)
 class DenseLaw:
-    """q over the vocabulary."""
+    """q over the vocabulary, as weights: dividing a row of them takes as long as a draw."""
 
-    probs: torch.Tensor  # [V], sums to 1
+    weights: torch.Tensor  # [V]
+    total: float = 1.0
+    """Their sum."""
+
+    @property
+    def probs(self) -> torch.Tensor:
+        """q [V]."""
+        return self.weights if self.total == 1.0 else self.weights / self.total
 
 
 DraftLaw = PointMass | SparseLaw | DenseLaw
@@ -136,9 +144,11 @@ def check_draft(draft: Draft, vocab_size: int) -> Draft:
 def _checked_law(token: int, law: SparseLaw | DenseLaw, vocab_size: int) -> SparseLaw | DenseLaw:
     if not isinstance(law, SparseLaw | DenseLaw):
         raise InvalidDraft(f"draft token {token} with law {law!r}: expected one of rollout.draft")
-    if isinstance(law, DenseLaw) and law.probs.shape != (vocab_size,):
-        raise InvalidDraft(f"dense law over {tuple(law.probs.shape)}: expected {vocab_size} ids")
-    if isinstance(law, SparseLaw):
+    if isinstance(law, DenseLaw):
+        if law.weights.shape != (vocab_size,):
+            shape = tuple(law.weights.shape)
+            raise InvalidDraft(f"dense law over {shape}: expected {vocab_size} ids")
+    else:
         if law.probs.ndim != 1 or law.ids.shape != law.probs.shape:
             raise InvalidDraft("sparse law of ids and probs of different shapes: expected [M] each")
         if law.ids.dtype != torch.int64:
@@ -148,18 +158,21 @@ def _checked_law(token: int, law: SparseLaw | DenseLaw, vocab_size: int) -> Spar
             raise InvalidDraft(f"sparse law names an id outside [0, {vocab_size})")
         if (ids[1:] == ids[:-1]).any():
             raise InvalidDraft("sparse law names an id twice: expected distinct ids")
-    probs = law.probs.detach().cpu()
-    if probs.dtype in (torch.bfloat16, torch.float16):
-        probs = probs.float()
-    values = probs.numpy()  # which has less to do for one row than torch
-    total = float(values.sum(dtype=np.float64))
+    weights = (law.weights if isinstance(law, DenseLaw) else law.probs).detach().cpu()
+    if weights.dtype in (torch.bfloat16, torch.float16):
+        weights = weights.float()
+    values = weights.numpy()  # which has less to do for one row than torch
+    counted = law.total if isinstance(law, DenseLaw) else 1.0
+    total = float(values.sum(dtype=np.float64)) / counted if counted > 0 else math.nan
     if not abs(total - 1.0) < LAW_TOLERANCE or float(values.min()) < 0:
         raise InvalidDraft(f"draft law sums to {total}: expected non-negative, sum 1")
-    mass = law.probs[token] if isinstance(law, DenseLaw) else law.probs[law.ids == token].sum()
+    mass = law.weights[token] if isinstance(law, DenseLaw) else law.probs[law.ids == token].sum()
     if not float(mass) > 0:
         raise InvalidDraft(f"draft token {token} has no mass in its own law: not drawn from it")
     if abs(total - 1.0) <= SUM_ROUNDING:
         return law
+    if isinstance(law, DenseLaw):
+        return replace(law, total=law.total * total)
     return replace(law, probs=law.probs / total)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from rollout.draft import POINT_MASS, DenseLaw, Draft, DraftLaw, SparseLaw
+from rollout.law import TargetLaws
 from rollout.row import Row
 
 
@@ -54,6 +55,15 @@ class Drafting:
         drawn = self._draws.draft(law.probs, self._start, position)
         token = int(law.ids[drawn]) if isinstance(law, SparseLaw) else drawn
         self._add(token, law, chance)
+        return token
+
+    def sample_at(self, laws: TargetLaws, index: int) -> int:
+        """Draws the next token from the law at position `index` of a drafting model's, adds and returns
+        it: as `sample`, by sums that are known already."""
+        position = self._start + len(self._token_ids)
+        law = laws.drawable(index)
+        token = self._draws.draft(law.weights, self._start, position, laws.block_ends(index))
+        self._add(token, law, math.nan)
         return token
 
     def _add(self, token: int, law: DraftLaw, chance: float) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from rollout.law import TargetLaws
@@ -69,7 +70,9 @@ class EnumeratedDraws:
     def correction(self, weights: torch.Tensor, start: int, position: int) -> int:
         return self._token(weights)
 
-    def draft(self, weights: torch.Tensor, start: int, position: int) -> int:
+    def draft(
+        self, weights: torch.Tensor, start: int, position: int, ends: np.ndarray | None = None
+    ) -> int:
         return self._token(weights)
 
     def pit(self, position: int) -> float:

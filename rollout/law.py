@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from rollout.conditions import Condition
+from rollout.draft import DenseLaw
 from rollout.errors import InvalidLogits
 from rollout.law_pass import BLOCK, block_sums, law_weights
 from rollout.sampling import SamplingParams
@@ -36,8 +37,11 @@ SMALLEST_TEMPERATURE = 1e-30
 """Below it a float32 division overflows; the law is the same point mass (or tie) as at it."""
 
 
-def pick_from(weights: torch.Tensor, uniform: float) -> int:
-    """Inverse-CDF draw from unnormalised weights [n] with a uniform in [0, 1)."""
+def pick_from(weights: torch.Tensor, uniform: float, ends: np.ndarray | None = None) -> int:
+    """Inverse-CDF draw from unnormalised weights [n] with a uniform in [0, 1). `ends`: their sums up to
+    the end of each block, where they are known."""
+    if ends is not None:
+        return _pick_in_blocks(ends, lambda block: weights[block].cpu().numpy(), uniform)
     if weights.shape[0] <= FEW:  # the same sums, without the overhead of arrays
         values = weights.tolist()
         sums = list(accumulate(values))
@@ -124,12 +128,21 @@ class TargetLaws:
         self._prepare(index)
         return self._weights[index][ids] / float(self._total[index])
 
+    def drawable(self, index: int) -> DenseLaw:
+        """The sampled law at one position as that of a draft: the weights themselves, no copy."""
+        self._prepare(index)
+        return DenseLaw(self._weights[index], float(self._total[index]))
+
+    def block_ends(self, index: int) -> np.ndarray:
+        """Sums of the weights at one position up to the end of each block, [ceil(V / BLOCK)]."""
+        self._prepare(index)
+        ends: np.ndarray = self._block_cumulative[index]
+        return ends
+
     def pick(self, index: int, uniform: float) -> int:
         """The token whose cell of the cumulative law holds `uniform`."""
         self._prepare(index)
-        row = self._weights[index]
-        ends = self._block_cumulative[index]
-        return _pick_in_blocks(ends, lambda block: row[block].cpu().numpy(), uniform)
+        return pick_from(self._weights[index], uniform, self._block_cumulative[index])
 
     def below(self, index: int, token: int) -> float:
         """Probability of all smaller ids: the lower end of the token's cell."""

@@ -22,6 +22,7 @@ import hashlib
 import struct
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from rollout.law import TargetLaws, pick_from
@@ -36,7 +37,11 @@ class Draws(Protocol):
 
     def correction(self, weights: torch.Tensor, start: int, position: int) -> int: ...
 
-    def draft(self, weights: torch.Tensor, start: int, position: int) -> int: ...
+    def draft(
+        self, weights: torch.Tensor, start: int, position: int, ends: np.ndarray | None = None
+    ) -> int:
+        """`ends` as of `rollout.law.pick_from`."""
+        ...
 
     def pit(self, position: int) -> float:
         """A uniform that decides nothing (`rollout.watch`)."""
@@ -72,8 +77,10 @@ class SeededDraws:
     def correction(self, weights: torch.Tensor, start: int, position: int) -> int:
         return pick_from(weights, self.uniform(b"correction", start, position))
 
-    def draft(self, weights: torch.Tensor, start: int, position: int) -> int:
-        return pick_from(weights, self.uniform(b"draft", start, position))
+    def draft(
+        self, weights: torch.Tensor, start: int, position: int, ends: np.ndarray | None = None
+    ) -> int:
+        return pick_from(weights, self.uniform(b"draft", start, position), ends)
 
     def pit(self, position: int) -> float:
         return self.uniform(b"pit", 0, position)

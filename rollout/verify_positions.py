@@ -65,7 +65,7 @@ def law_prob(law: DraftLaw, token: int) -> float:
     if isinstance(law, PointMass):
         return 1.0
     if isinstance(law, DenseLaw):
-        return float(law.probs[token])
+        return float(law.weights[token]) / law.total
     return float(law.probs[law.ids == token].sum())
 
 
@@ -83,7 +83,8 @@ def acceptance(laws: TargetLaws, index: int, law: DraftLaw, token: int) -> float
 def residual(target: torch.Tensor, law: SparseLaw | DenseLaw) -> torch.Tensor:
     """Unnormalised residual (p - q)+ over the vocabulary [V]; sparse laws touch their ids only."""
     if isinstance(law, DenseLaw):
-        return (target - law.probs.to(target.device)).clamp(min=0)
+        weights = law.weights.to(target.device)
+        return torch.sub(target, weights, alpha=1.0 / law.total).clamp_(min=0)
     weights = target.clone()
     weights[law.ids] = (target[law.ids] - law.probs.to(target)).clamp(min=0)
     return weights

@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
@@ -262,7 +263,9 @@ class SharedRace(SeededDraws):
             key=lambda one: -math.log1p(-self.uniform(b"race", position, one[0])) / one[1],
         )[0]
 
-    def draft(self, weights: torch.Tensor, start: int, position: int) -> int:
+    def draft(
+        self, weights: torch.Tensor, start: int, position: int, ends: np.ndarray | None = None
+    ) -> int:
         return self._race(weights, position)
 
     def correction(self, weights: torch.Tensor, start: int, position: int) -> int:

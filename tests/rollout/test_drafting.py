@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from rollout.conditions import Condition
 from rollout.draft import POINT_MASS, DenseLaw, Draft, SparseLaw, check_draft
 from rollout.drafting import Drafting, sparse_law
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
-from rollout.law import pick_from
+from rollout.law import TargetLaws, pick_from
 from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.streams import Draws, SeededDraws
@@ -69,6 +70,26 @@ def test_two_rounds_at_different_places_draw_with_different_uniforms() -> None:
     assert len(set(drawn)) == 6
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.7, top_k=5)])
+def test_a_draw_from_a_models_law_records_that_law(sampling: SamplingParams) -> None:
+    logits = random_table(700, depth=1, seed=3)((0,))[None]
+    laws, draws = TargetLaws(logits, [Condition(sampling)]), SeededDraws(0, "p", 0)
+    drafting = Drafting(row(draws), 200)
+    drawn = [drafting.sample_at(laws, 0) for _ in range(200)]
+    uniforms = [draws.uniform(b"draft", 2, 2 + depth) for depth in range(200)]
+    probs = laws.probs(0)
+    assert drawn == [pick_from(probs, u) for u in uniforms]
+    draft = check_draft(drafting.done(), 700)
+    assert list(draft.token_ids) == drawn
+    assert all(isinstance(law, DenseLaw) and torch.equal(law.probs, probs) for law in draft.laws)
+
+
+def test_a_draw_from_a_models_law_has_its_probabilities() -> None:
+    laws = TargetLaws(TARGET((0, 1))[None], [Condition(SamplingParams())])
+    law = enumerate_outcomes(lambda draws: Drafting(row(draws), 1).sample_at(laws, 0))
+    assert law == pytest.approx(dict(enumerate(laws.probs(0).tolist())))
+
+
 def test_weights_become_a_law_over_their_ids_in_order() -> None:
     law = sparse_law({9: 3.0, 2: 1.0})
     assert (law.ids.tolist(), law.probs.tolist()) == ([9, 2], [0.75, 0.25])
@@ -81,7 +102,7 @@ def test_weights_become_a_law_over_their_ids_in_order() -> None:
 
 def test_a_draft_can_be_grown_and_finished_and_nothing_else() -> None:
     public = {name for name in dir(Drafting) if not name.startswith("_")}
-    assert public == {"room", "token_ids", "point", "points", "sample", "done"}
+    assert public == {"room", "token_ids", "point", "points", "sample", "sample_at", "done"}
     drafting = Drafting(row(), 2)
     for name in ("room", "token_ids"):
         with pytest.raises(AttributeError):

@@ -343,6 +343,9 @@ BAD_DRAFTS = {
     "NaN law": Draft((0,), (DenseLaw(torch.full((4,), torch.nan)),)),
     "law of mass 2": Draft((0,), (DenseLaw(row((1, 1, 0, 0))),)),
     "negative law": Draft((0,), (DenseLaw(row((1.5, -0.5, 0, 0))),)),
+    "weights of another total": Draft((0,), (DenseLaw(row((2, 1, 1, 0)), 3.0),)),
+    "weights of no total": Draft((0,), (DenseLaw(row((2, 1, 1, 0)), 0.0),)),
+    "weights of infinite total": Draft((0,), (DenseLaw(row((2, 1, 1, 0)), torch.inf),)),
     "law of another vocabulary": Draft((0,), (DenseLaw(row((0.5, 0.5))),)),
     "sparse id above the vocabulary": Draft((0,), (SparseLaw(ROW([0, 4]), row((0.5, 0.5))),)),
     "sparse id below the vocabulary": Draft((0,), (SparseLaw(ROW([0, -1]), row((0.5, 0.5))),)),
@@ -403,6 +406,8 @@ def test_a_law_whose_float32_sum_is_off_by_rounding_is_normalised() -> None:
     # draws are in proportion to the law: 1.00002 x q accepts as q does
     q = torch.tensor(Q)
     (law,) = check_draft(Draft((0,), (DenseLaw(q * 1.00002),)), vocab_size=4).laws
+    assert isinstance(law, DenseLaw) and torch.allclose(law.probs, q, rtol=1e-6)
+    (law,) = check_draft(Draft((0,), (DenseLaw(q * 5.0001, 5.0),)), vocab_size=4).laws
     assert isinstance(law, DenseLaw) and torch.allclose(law.probs, q, rtol=1e-6)
     with pytest.raises(InvalidDraft, match="sums to"):
         check_draft(Draft((0,), (DenseLaw(q * 1.001),)), vocab_size=4)

@@ -24,7 +24,7 @@ from tests.rollout.engines import plain_law
 
 V = 3
 RULES: tuple[Rule, ...] = ("block", "position")
-KINDS = ("dense", "sparse", "mixed")
+KINDS = ("dense", "weights", "sparse", "mixed")
 START = 1
 PLAIN = SamplingParams()
 by_rule = pytest.mark.parametrize("rule", RULES)
@@ -61,6 +61,8 @@ def law_at(kind: str, depth: int, q: torch.Tensor) -> DraftLaw:
     here = ("dense", "sparse", "point")[depth % 3] if kind == "mixed" else kind
     if here == "dense":
         return DenseLaw(q)
+    if here == "weights":
+        return DenseLaw(3 * q, 3.0)
     if here == "point":
         return POINT_MASS
     top = q.topk(2)
