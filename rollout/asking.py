@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rollout.round_cost import RoundCost, Trial
 from rollout.step_cost import StepCost
 
-CHEAP = 0.06
+CHEAP = 0.1
 """Share of a plain step that asking every row may take for a proposer to be asked always."""
 IDLE = 0.002
 """Share of a plain step that asking takes while it does not pay."""

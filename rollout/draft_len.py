@@ -61,9 +61,10 @@ FEW_ROWS = 4
 token adds is looked up for the round, not for the mean."""
 CHAINS_PAY = 1.01
 """Speedup of chains by what was offered lately, above which trees are thought of."""
-REACH, RECALL = 2, 0.97
-"""Drafts are as long as so many times what was kept of any lately, and one more, so what is kept may
-grow from round to round; that memory shrinks to this share with each round."""
+FIRST_REACH, REACH, RECALL = 4, 2, 0.97
+"""Drafts are at most so long at first, and then so many times what was kept of any lately and one more,
+so what is kept may grow from round to round; that memory shrinks to this share with each round. Where
+nothing was tried every token seems to pay: first drafts of 32 tokens for 4 rows cost 30 plain steps."""
 NEAR = 0.25
 """Share of its price below which a token will not be worth it soon either."""
 NUM_PRICES = 24
@@ -217,8 +218,12 @@ class AdaptiveDraftLen:
         rounds since the last."""
         self._lull = self._lulled = 0
         """Rounds for which the last decision will hold yet, and for which it has held since."""
-        self._reach = float(max_len)
-        """Tokens a row that are asked for where every row is."""
+        self._reach = float(min(max_len, FIRST_REACH))
+        """Tokens a row that are asked for where every row is, and the most that are planned."""
+        self._plan: dict[int, int] = {}
+        """The last plan: lengths by serial."""
+        self._futile = False
+        """The last plan was to draft nothing or could not be afforded, or nothing of it was kept."""
         self._asked: set[int] = set()
         """Serials of the rows asked in this round."""
         self._probed: int | None = None
@@ -283,14 +288,20 @@ class AdaptiveDraftLen:
             return [self._trees.nodes] * num_rows
         if self._asking.cheap:
             lengths = self._offers(num_rows, rounds)
-        elif quiet and self._age:
+        elif self._futile and self._age:
             self.last.why = "the last plan, to draft nothing, holds as long as its price"
             lengths = [0] * num_rows
         elif not self._asking.affords(num_rows):
             self.last.why, lengths = "drafting has lost too much", [0] * num_rows
+            self._futile = True
+        elif self._settled and self._age and [row.serial for row in rows] == [*self._plan]:
+            self.last.why = "the last plan holds as long as its price"
+            lengths = [*self._plan.values()]
         else:
             self._weigh(rows, draining)
             lengths = self._planned(rows)
+            self._plan = {row.serial: length for row, length in zip(rows, lengths)}
+            self._futile = not any(lengths)
         if quiet and self._probes.due(rounds):
             self._probe(rows, lengths)
         return lengths
@@ -316,15 +327,21 @@ class AdaptiveDraftLen:
         self.last.plain_s, self.last.price = self._plain_s, self._cut
 
     @property
+    def _longest(self) -> int:
+        """Tokens that a draft of this round may have."""
+        return max(math.ceil(self._reach), min(self.max_len, FIRST_REACH))
+
+    @property
     def _settled(self) -> bool:
         """Costs are known well enough to be looked at rarely."""
         return self._num_timed >= FIRST_TIMINGS
 
     def _cuts_by_count(self, num_rows: int) -> list[float]:
         """The chance at which the first, second, ... token of a round is worth what it adds to the
-        round's seconds, in tokens at the best rate. Never falling: costs are taken as convex."""
+        round's seconds, in tokens at the best rate. Never falling: costs are taken as convex, as far as
+        a round may go: what was never tried is believed to be cheap."""
         rate = self._best_speedup * num_rows / self._plain_s
-        most = num_rows * self.max_len
+        most = num_rows * self._longest
         seconds = self._cost.hoped.at(num_rows + np.arange(most + 1)).tolist()
         added = convex_steps(seconds)
         return [rate * step for step in added]
@@ -338,7 +355,7 @@ class AdaptiveDraftLen:
         return self._trees.pays(self.last.num_rows, self._cost, chain_rate)
 
     def _offers(self, num_rows: int, rounds: int) -> list[int]:
-        """For every row, or full length for a few in turn while asking costs more than it earns."""
+        """For every row, or for a few in turn while asking costs more than it earns."""
         if self._asking.pays:
             self.last.why = "proposing is cheap"
             return [math.ceil(self._reach)] * num_rows
@@ -346,7 +363,7 @@ class AdaptiveDraftLen:
         if turns:  # a few tokens at most, whatever the price of many
             self._cut = max(self._cut, self._first_cut)
             for row in turns:
-                lengths[row] = self.max_len
+                lengths[row] = self._longest
         self.last.why = "proposing does not pay: rows in turn"
         return lengths
 
@@ -354,7 +371,7 @@ class AdaptiveDraftLen:
         """The lengths of the largest rate, the proposer's own seconds counted in: of all prices and
         depths the pair whose tokens yield most."""
         num_rows = len(rows)
-        unknown = [math.nan] * self.max_len
+        unknown = [math.nan] * math.ceil(self._reach)
         value = np.array([self._values(row, unknown, hope=HOPE) for row in rows])  # [B, n]
         ranked = np.sort(value, axis=None)
         prices = ranked[np.linspace(0, len(ranked) - 1, NUM_PRICES).astype(int)]
@@ -408,6 +425,7 @@ class AdaptiveDraftLen:
         offered = [value for of_row in values for value in of_row]
         self._price.offered(offered, len(self._asked.intersection(row.serial for row in rows)))
         self._expect(len(rows), sum(map(len, kept)), expected)
+        self._futile = bool(self.last.offered) and not self.last.kept
         return kept
 
     def _worth_scoring(self, values: Sequence[Sequence[float]]) -> list[int]:
@@ -416,12 +434,12 @@ class AdaptiveDraftLen:
         decided about by what was drawn at its depth or behind it."""
         if not self._cuts:
             return [sum(value >= self._cut for value in of_row) for of_row in values]
-        lengths, num, depth = [0] * len(values), 0, 0
+        lengths, num, depth, last = [0] * len(values), 0, 0, len(self._cuts) - 1
         going = [row for row, of_row in enumerate(values) if of_row]
         while going:
             going.sort(key=lambda row: -values[row][depth])
             for place, row in enumerate(going):
-                if values[row][depth] < self._cuts[num]:
+                if values[row][depth] < self._cuts[min(num, last)]:
                     going = going[:place]
                     break
                 lengths[row], num = depth + 1, num + 1

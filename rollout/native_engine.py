@@ -98,6 +98,8 @@ class NativeEngine:
         self._due: _Load | None = None
         self._finished_counters = SpecCounters()
         self._seconds = dict.fromkeys(("plan", "propose", "score", "verify", "commit"), 0.0)
+        self._learning_s = 0.0
+        """What choosing lengths learnt from the last round for."""
         self._counts = {"rounds": 0, "samples": 0}
 
     # ---- requests -------------------------------------------------------------------------
@@ -194,9 +196,10 @@ class NativeEngine:
             self._scheduler.admit(begun_only=self.load_is_due)
         if live := self._scheduler.live:
             started = time.perf_counter()
-            with self._timed("plan"):
+            with self._timed("plan") as choosing:
                 draining = not self._scheduler.waiting
                 asked = self.draft_len.choose(live, can_branch=self._can_branch, draining=draining)
+            with self._timed("plan"):
                 plan = self._scheduler.plan(self._max_lens(live, asked), trees=self._branches)
                 rows = plan.rows
             with self._timed("propose") as proposing:
@@ -217,12 +220,15 @@ class NativeEngine:
                 with self._timed("commit"):
                     self._commit(rows, drafts, windows, laws, verdicts)
                     self.proposer.observe(rows)
-                drafting_s = proposing.seconds + keeping.seconds
+                drafting_s = choosing.seconds + proposing.seconds + keeping.seconds
                 seconds = time.perf_counter() - started - drafting_s
-                trials = trials_of(rows, plan.max_lens, proposed, drafts, verdicts)
-                self.draft_len.observe(
-                    _round_cost(seconds, drafting_s, windows, plan.chunks, trials)
-                )
+                with self._timed("plan") as learning:
+                    trials = trials_of(rows, plan.max_lens, proposed, drafts, verdicts)
+                    drafting_s += self._learning_s
+                    self.draft_len.observe(
+                        _round_cost(seconds, drafting_s, windows, plan.chunks, trials)
+                    )
+                self._learning_s = learning.seconds
         return self._drain()
 
     @cached_property  # asking a protocol takes as long as planning a round

@@ -27,9 +27,10 @@ class RoundCost:
     """One round of rows that decode."""
 
     seconds: float
-    """All but proposing."""
+    """All but what follows."""
     propose_seconds: float
-    """What drafts took besides being scored: proposing, and choosing what of it to keep."""
+    """What drafts took besides being scored: choosing lengths, proposing, choosing what of it to keep,
+    and learning from the round before."""
     scored_tokens: int
     """Tokens run through the target, prompts and re-prefills included."""
     plain_tokens: bool
