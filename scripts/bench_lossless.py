@@ -26,6 +26,10 @@ from scripts.bench_contenders import Prompts
 from scripts.bench_never_loses import PLAIN, Way, decode_in_turns
 from scripts.bench_ours import LoadedPolicy
 
+NUM_TOKENS = 192
+"""A row's: lengths are learnt in the first hundred rounds, of which shorter rows have hardly more."""
+REPEATS = 2
+"""Times that of the other parts; they take seconds."""
 FORMATS_TRIED: tuple[FormatName, ...] = ("int8_w8a16", "int8_w8a8")
 
 

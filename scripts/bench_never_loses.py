@@ -1,14 +1,15 @@
 """Whether the adaptive draft length loses: batch sizes times acceptances, in `bench_proposers.py`.
 
 In a cell plain decoding, the adaptive length and fixed lengths decode the same prompts side by side,
-each with a cache of its own, and take turns of `TURN` rounds: a machine whose speed drifts within a
-second is as fast for all of them. Caches differ in speed by a per cent, for as long as a process
-lasts, so from repeat to repeat the ways change them. Prompts are cached before the clock starts:
-seconds are those of decoding, where a wrong length shows most. Plain decoding runs twice, the second
-time as one way more: what the two differ by is what the benchmark can tell. Those and the adaptive
-length run `PAIR_REPEATS` times as often as fixed lengths, since they differ by little. Fixed lengths
-whose rounds score more than `MOST_SCORED` tokens take longest and are left out, so from 16 rows on the
-best fixed length is the best of 0, 1 and 3. Acceptance comes from what the history proposer remembers:
+each with a cache of its own, and take turns of `TURN` rounds in an order drawn anew each time: a
+machine whose speed drifts within a second is as fast for all of them. Caches differ in speed by a per
+cent, for as long as a process lasts, so from repeat to repeat the ways change them. Prompts are cached
+before the clock starts: seconds are those of decoding, where a wrong length shows most. Plain decoding
+runs twice, the second time as one way more: what the two differ by is what the benchmark can tell.
+Those and the adaptive length run `PAIR_REPEATS` times as often as fixed lengths, since they differ by
+little. Fixed lengths whose rounds score more than `MOST_SCORED` tokens take longest and are left out:
+from 16 rows on the best fixed length is the best of 0, 1 and 3. Acceptance comes from what the history
+proposer remembers:
 
     high         T=.3, after rollouts at T=.3
     low          T=1, after rollouts at T=1
@@ -25,6 +26,7 @@ process, which other processes on the machine disturb less.
 """
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -170,9 +172,9 @@ def decode_in_turns(
         run_to_end(way.engine, requests_for(prompts, replace(sampling, max_new_tokens=1), -seed))
         way.engine.submit(requests_for(prompts, sampling, seed))
     taken = {name: Decoded(0.0, 0.0, []) for name in ways}
-    names, turns = list(ways), []
+    names, turns, order = list(ways), [], random.Random(seed)
     while any(way.engine.num_unfinished for way in ways.values()):
-        names = [*names[1:], names[0]]
+        order.shuffle(names)  # what ran before leaves caches and clocks as it needs them
         going = [name for name in names if ways[name].engine.num_unfinished]
         turns.append({name: _take_turn(ways[name].engine, taken[name]) for name in going})
     plain_rates = [tokens / seconds for tokens, seconds in (t[PLAIN] for t in turns if PLAIN in t)]

@@ -110,16 +110,17 @@ def makespan(arguments: argparse.Namespace, tell: Tell) -> dict[str, Any]:
 
 
 def lossless(arguments: argparse.Namespace, tell: Tell) -> list[dict[str, Any]]:
-    folder = model_folder("smollm2")
-    batches = LOSSLESS_BATCHES[:1] if arguments.quick else LOSSLESS_BATCHES
+    folder, quick = model_folder("smollm2"), arguments.quick
+    batches = LOSSLESS_BATCHES[:1] if quick else LOSSLESS_BATCHES
+    num_tokens = arguments.tokens if quick else bench_lossless.NUM_TOKENS
     prompts = make_prompts(max(batches), read_tokenizer(folder))
     cells = bench_lossless.measure(
         folder,
         prompts,
         batches=batches,
-        num_tokens=arguments.tokens,
-        context_len=_context_len(arguments, prompts),
-        repeats=arguments.repeats,
+        num_tokens=num_tokens,
+        context_len=_context_len(num_tokens, prompts),
+        repeats=arguments.repeats * (1 if quick else bench_lossless.REPEATS),
         tell=tell,
     )
     return [cell.to_json() for cell in cells]
@@ -161,7 +162,7 @@ def _spec(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> En
         mode=_mode(arguments),
         format=arguments.quant,
         num_slots=max(arguments.batches),
-        context_len=_context_len(arguments, prompts),
+        context_len=_context_len(arguments.tokens, prompts),
     )
 
 
@@ -169,9 +170,9 @@ def _mode(arguments: argparse.Namespace) -> Any:
     return "full" if arguments.quant == "none" else "quantised"
 
 
-def _context_len(arguments: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> int:
+def _context_len(num_tokens: int, prompts: Sequence[Sequence[int]]) -> int:
     """Room for prompt, new tokens and drafts, in whole pages."""
-    return 64 * -(-(max(map(len, prompts)) + arguments.tokens + 40) // 64)
+    return 64 * -(-(max(map(len, prompts)) + num_tokens + 40) // 64)
 
 
 def _trained_run(arguments: argparse.Namespace, tell: Tell) -> Path:
@@ -229,7 +230,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--batches", default="1,2,4,8,16,32", help="rows, of never_loses")
-    parser.add_argument("--tokens", type=int, default=48, help="new tokens a row; 48")
+    parser.add_argument(
+        "--tokens", type=int, default=48, help="new tokens a row; 48, of lossless 192"
+    )
     parser.add_argument("--repeats", type=int, default=2, help="runs that count; 2")
     parser.add_argument(
         "--quant", default="int8_w8a16", choices=("none", "int8_w8a16", "int8_w8a8")

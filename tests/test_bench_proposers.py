@@ -2,8 +2,10 @@
 
 import math
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +140,18 @@ def test_ways_take_turns_until_all_have_ended() -> None:
     timed = log[sum(lengths.values()) :]  # behind the prompts
     turns = [timed[at] for at in range(0, len(timed), TURN)]
     assert len(timed) == sum(lengths.values())
-    assert turns == ["adaptive", "fixed 1", "plain", "fixed 1", "plain", "fixed 1"]
+    going = [{"adaptive", "fixed 1", "plain"}, {"fixed 1", "plain"}, {"fixed 1"}]
+    assert [set(turns[:3]), set(turns[3:5]), set(turns[5:])] == going
+
+
+def test_no_way_always_comes_behind_the_same_one() -> None:
+    log: list[str] = []
+    names = ("plain", "plain again", "adaptive")
+    ways = {name: Way(Rounds(name, 40 * TURN, log), name) for name in names}  # type: ignore[arg-type]
+    decode_in_turns(ways, [[1]], SamplingParams(max_new_tokens=4), seed=1)
+    turns = log[3 * 40 * TURN :: TURN]
+    orders = Counter(tuple(turns[at : at + 3]) for at in range(0, len(turns), 3))
+    assert set(orders) == set(permutations(names))
 
 
 def test_a_slow_spell_of_the_machine_weighs_no_more_than_its_turns(
