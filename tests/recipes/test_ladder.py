@@ -29,7 +29,12 @@ def test_in_lossless_mode_its_rung_is_of_full_precision_and_counts_both_weights(
     tiny_llama: Path,
 ) -> None:
     spec = EngineSpec(
-        str(tiny_llama), mode="lossless", proposer="self_draft", dtype="float32", context_len=64
+        str(tiny_llama),
+        mode="lossless",
+        proposer="self_draft",
+        draft_len=2,  # whether drafts pay is decided by the clock
+        dtype="float32",
+        context_len=64,
     )
     ladder = Ladder(spec, read_weights(tiny_llama), [(5, 6, 7)], history=[])
     sampling = SamplingParams(max_new_tokens=16)
