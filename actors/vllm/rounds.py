@@ -236,8 +236,8 @@ class Rounds:
 
     def draft(self) -> list[tuple[int, tuple[int, ...]]]:
         """Tickets and draft ids for the next forward, of the rows that the last one gave tokens."""
-        self._observe()
         started = time.perf_counter()
+        self._observe()
         tickets = [ticket for ticket in self._scheduled if not self._rows[ticket].done]
         rows = [self._rows[ticket] for ticket in tickets]
         asked = self.parts.draft_len.choose(rows, can_branch=False, draining=self._round.draining)
