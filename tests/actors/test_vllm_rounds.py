@@ -1,7 +1,10 @@
 """The joint law of whole generations through `Rounds`, enumerated, under a scheduler as vLLM's is: it
 cuts drafts, drops them, pads requests and puts strangers beside them. No vLLM."""
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from rollout.draft_len import FixedDraftLen
 from rollout.engine import EngineLimits
 from rollout.enumerate import EnumeratedDraws, enumerate_outcomes, total_variation
 from rollout.proposer import Proposer
+from rollout.round_cost import RoundCost
+from rollout.row import Row
 from rollout.sampling import SamplingParams
 from rollout.table_policy import random_table
 from tests.rollout.engines import ScriptedProposer, drawing_proposer, plain_law, request
@@ -124,6 +129,43 @@ def test_a_row_that_vllm_holds_otherwise_is_noticed() -> None:
     rounds.add(TICKET, request())
     with pytest.raises(AssertionError, match="vLLM holds 5 tokens of a row of 1"):
         rounds.verify([Scheduled(TICKET, 1, 5)], torch.zeros(1, V))
+
+
+def test_what_drafts_take_is_choosing_proposing_and_learning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, seen = [0.0], list[RoundCost]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def propose(row: Row, n: int) -> Draft:
+        now[0] += 10
+        return Draft.of_points([0])
+
+    class Slow(FixedDraftLen):
+        def choose(self, rows: Sequence[Row], **kwargs: Any) -> list[int]:
+            now[0] += 1
+            return super().choose(rows, **kwargs)
+
+        def observe(self, round_: RoundCost) -> None:
+            seen.append(round_)
+            now[0] += 100
+
+    rounds = rounds_of(EnumeratedDraws(), ScriptedProposer(propose), 1)
+    rounds.parts = replace(rounds.parts, draft_len=Slow(1))
+    rounds.add(TICKET, request(sampling=SamplingParams(max_new_tokens=9)))
+    draft: tuple[int, ...] = ()
+    for _ in range(3):
+        tokens = rounds.token_ids(TICKET)
+        rounds.begin(draining=False)
+        now[0] += 1000
+        scored = Scheduled(TICKET, 1 + len(draft), len(tokens), draft)
+        rounds.verify([scored], torch.stack(logits_of(tokens, draft)))
+        draft = dict(rounds.draft())[TICKET]
+    assert [(round_.seconds, round_.propose_seconds) for round_ in seen] == [
+        (1000.0, 0.0),
+        (1000.0, 111.0),
+        (1000.0, 111.0),
+    ]
 
 
 def test_a_row_whose_draft_is_broken_ends_and_its_neighbour_is_drafted_for() -> None:
